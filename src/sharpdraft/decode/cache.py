@@ -1,0 +1,39 @@
+"""Preallocated Key/Value memory: writing is a copy into place, rolling back is a length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and Values of every layer, [layers, batch, kv_heads, capacity, head_dim], and how many are valid.
+
+    `length` is the number of Keys that every row of the batch holds. Setting it to a smaller number
+    rolls back: what lies beyond is overwritten by the next write.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        *,
+        batch: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (layers, batch, kv_heads, capacity, head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.capacity = capacity
+        self.length = 0
+
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put keys/values [batch, kv_heads, rows, head_dim] at `start`; return views of all up to their end."""
+        end = start + keys.shape[2]
+        layer_keys, layer_values = self.keys[layer], self.values[layer]
+        layer_keys[:, :, start:end] = keys
+        layer_values[:, :, start:end] = values
+        return layer_keys[:, :, :end], layer_values[:, :, :end]

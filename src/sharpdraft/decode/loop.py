@@ -1,0 +1,248 @@
+"""The speculative loop: prefill, draft, verify, accept, roll back. Greedy, one sequence, any drafter family.
+
+Names and the paper's: `start` is the anchor's position, which is the number of Keys the target has cached;
+`accepted` drafts and one bonus token make a round's output, so that MAL is the mean of accepted + 1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..drafters.dflash import DFlash, MassProbe
+from ..errors import SharpDraftError
+from ..scale import Policy
+from ..target import Target
+
+_PREFILL_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round: what it wrote, at which context length (Keys before its anchor), and the seconds it took."""
+
+    tokens: tuple[int, ...]
+    context: int
+    drafted: int
+    accepted: int
+    draft_seconds: float
+    verify_seconds: float
+
+
+@dataclass
+class Session:
+    """A conversation whose caches stay across turns.
+
+    Without a drafter, or with `drafting` off, it is target-only decoding (AR): a verification of no drafts,
+    by the same forward. `policy` (None is Frozen) and `drafting` may change between answers, so that arms are
+    compared on one prefix: rewind, change, generate again. What is written with `drafting` off leaves the
+    drafter without its context: rewind behind it before drafting again.
+
+    block: tokens of a block, anchor included; default the drafter's. capacity: context length in tokens;
+    default the target's. Raises SharpDraftError for one that does not fit.
+    """
+
+    target: Target
+    drafter: DFlash | None = None
+    policy: Policy | None = None
+    block: int | None = None
+    capacity: int | None = None
+    drafting: bool = True
+
+    def __post_init__(self) -> None:
+        limit = self.target.max_positions
+        self.capacity = limit if self.capacity is None else self.capacity
+        if not 2 <= self.capacity <= limit:
+            raise SharpDraftError(
+                f"context of {self.capacity} tokens asked for: this target takes 2 to {limit}"
+            )
+        self.size = 1
+        self.taps: tuple[int, ...] = ()
+        if self.drafter is not None:
+            self.size = self.drafter.block_size if self.block is None else self.block
+            if not 2 <= self.size <= self.drafter.block_size:
+                raise SharpDraftError(
+                    f"block size {self.size}: this drafter drafts blocks of 2 to {self.drafter.block_size} tokens "
+                    "(anchor included)"
+                )
+            self.taps = self.drafter.taps
+            self.drafts = self.drafter.new_cache(self.capacity)
+        self.cache = self.target.new_cache(self.capacity)
+        self.tokens: list[int] = []
+        self.prefill_seconds = 0.0
+        self.finish = ""
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit into the context."""
+        assert self.capacity is not None
+        return self.capacity - len(self.tokens)
+
+    def rewind(self, length: int) -> None:
+        """Forget everything behind the first `length` tokens."""
+        del self.tokens[length:]
+        self.cache.length = min(self.cache.length, length)
+        if self.drafter is not None:
+            self.drafts.length = min(self.drafts.length, length)
+
+    def read(self, prompt: Sequence[int]) -> Tensor:
+        """Take in tokens behind everything so far; returns the logits behind the last one, [1, 1, vocab].
+
+        Raises SharpDraftError for an empty prompt, a token outside the vocabulary, one that does not fit, or
+        drafting behind text that the drafter has not seen.
+        """
+        if not prompt:
+            raise SharpDraftError("the prompt is empty: give at least one token")
+        if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
+            raise SharpDraftError(
+                f"the prompt has token ids outside the target's vocabulary of {self.target.vocab_size}"
+            )
+        if len(prompt) >= self.room:
+            raise SharpDraftError(
+                f"the prompt of {len(prompt)} tokens does not fit: {max(self.room - 1, 0)} of {self.capacity} are left"
+            )
+        drafter = self.drafter if self.drafting else None
+        if drafter is not None and self.drafts.length != self.cache.length:
+            raise SharpDraftError(
+                "the drafter has not seen all of this session: rewind to where drafting was off"
+            )
+        self.tokens.extend(prompt)
+        while (past := self.cache.length) < len(self.tokens):
+            # A multi-row forward over the rest of the context is cheap in chunks and needs one chunk's memory.
+            chunk = self._ids(self.tokens[past : past + _PREFILL_ROWS])
+            taps = () if drafter is None else self.taps
+            logits, features, _ = self.target.forward(chunk, self.cache, taps, logits_from=-1)
+            if drafter is not None:
+                drafter.observe(self.drafts, features)
+        return logits
+
+    def prefill(self, prompt: Sequence[int]) -> int:
+        """Read a prompt and write the first token of its answer."""
+        began = self._clock()
+        first = _greedy(self.read(prompt))[0]
+        self.tokens.append(first)
+        self.prefill_seconds = self._clock() - began
+        return first
+
+    def round(self, limit: int, stop: Collection[int] = (), probe: MassProbe | None = None) -> Round:
+        """Draft, verify and accept once, writing at most `limit` tokens and none behind a stop token."""
+        start, anchor = self.cache.length, self.tokens[-1]
+        drafter = self.drafter if self.drafting else None
+        began = self._clock()
+        # draft: the block's tail may be shorter where little is left to write
+        count = min(self.size, limit) - 1
+        block = self._ids([anchor])
+        if drafter is not None and count > 0:
+            drafts = drafter.propose(self.drafts, anchor, count, self.policy, probe)
+            block = torch.cat((block, drafts[None]), dim=1)
+        drafted = self._clock()
+        # verify: row i says which token follows the block's first i + 1
+        logits, features, _ = self.target.forward(block, self.cache, () if drafter is None else self.taps)
+        verdict = _greedy(logits)
+        proposed = block[0, 1:].tolist()
+        # accept: drafts while they agree, then the target's own token
+        accepted = 0
+        while accepted < len(proposed) and proposed[accepted] == verdict[accepted]:
+            accepted += 1
+        written = verdict[: accepted + 1]
+        for i, token in enumerate(written):
+            if token in stop:
+                written = written[: i + 1]
+                break
+        self.tokens.extend(written)
+        # roll back: Keys of refused drafts lie beyond the length and are overwritten
+        self.cache.length = start + len(written)
+        if drafter is not None:
+            drafter.observe(self.drafts, [f[:, : len(written)] for f in features])
+        return Round(
+            tokens=tuple(written),
+            context=start,
+            drafted=len(proposed),
+            accepted=min(accepted, len(written)),
+            draft_seconds=drafted - began,
+            verify_seconds=self._clock() - drafted,
+        )
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        stop: Collection[int] = (),
+        probe: MassProbe | None = None,
+    ) -> Iterator[Round]:
+        """Answer a prompt round by round; the first round is the prefill's one token, with nothing drafted.
+
+        Ends at a stop token, after `max_new_tokens`, or when the context is full; `finish` then says which:
+        "stop", "length" or "context".
+        """
+        if max_new_tokens < 1:
+            raise SharpDraftError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
+        last = self.prefill(prompt)
+        left = max_new_tokens - 1
+        self.finish = ""
+        yield Round((last,), self.cache.length, 0, 0, 0.0, self.prefill_seconds)
+        while not self.finish:
+            if last in stop:
+                self.finish = "stop"
+            elif left == 0:
+                self.finish = "length"
+            elif self.room == 0:
+                self.finish = "context"
+            else:
+                done = self.round(min(left, self.room), stop, probe)
+                last, left = done.tokens[-1], left - len(done.tokens)
+                yield done
+
+    def _ids(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([tokens], dtype=torch.long, device=self.target.device)
+
+    def _clock(self) -> float:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def replay(
+    session: Session, start: int, policy: Policy | None, probe: MassProbe | None = None
+) -> Iterator[Round]:
+    """The rounds that a policy would have had from the anchor at `start` to the end of a session's text.
+
+    Decoding is lossless, so the target's text is known and only drafting runs: policies are compared on the
+    same features in a fraction of the time. The session must hold the target's own text, read with drafting on.
+    """
+    drafter, cache, tokens = session.drafter, session.drafts, session.tokens
+    assert drafter is not None
+    seen = cache.length
+    try:
+        while (left := len(tokens) - 1 - start) > 0:
+            count = min(session.size, left) - 1
+            accepted = 0
+            began = session._clock()
+            if count > 0:
+                cache.length = start
+                # The block's Keys are written where the known text's are, and those are needed again.
+                place = slice(start, start + count + 1)
+                kept = cache.keys[..., place, :].clone(), cache.values[..., place, :].clone()
+                drafts = drafter.propose(cache, tokens[start], count, policy, probe).tolist()
+                cache.keys[..., place, :], cache.values[..., place, :] = kept
+                while accepted < count and drafts[accepted] == tokens[start + 1 + accepted]:
+                    accepted += 1
+            written = tuple(tokens[start + 1 : start + 2 + accepted])
+            yield Round(written, start, count, accepted, session._clock() - began, 0.0)
+            start += accepted + 1
+    finally:
+        cache.length = seen
+
+
+def _greedy(logits: Tensor) -> list[int]:
+    """Most likely token of each row. Raises SharpDraftError where the target's logits are not numbers."""
+    values, tokens = logits[0].max(-1)
+    if not bool(values.isfinite().all()):
+        raise SharpDraftError(
+            "the target's logits are NaN or infinite: its weights or dtype are broken; try float32"
+        )
+    return tokens.tolist()

@@ -1,0 +1,378 @@
+"""DFlash (arXiv 2602.06036): a block-diffusion drafter that reads the target's hidden states.
+
+Hidden states of several target layers are fused, normed and projected to each drafter layer's Keys and Values
+once, and cached. A block (the anchor, then mask tokens) attends to that context and to itself, and all its
+positions are predicted in one pass through the target's own embedding and head.
+
+Checkpoints are those that z-lab publishes and vLLM loads: `config.json` of a Qwen3-like `DFlashDraftModel` and
+`model.safetensors`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3RotaryEmbedding
+
+from ..attention import Rotary, attend
+from ..cardinality import block_keys, causal_keys
+from ..decode.cache import KVCache
+from ..errors import SharpDraftError
+from ..linear import Linear
+from ..mass import top_mass
+from ..scale import Policy, scale_queries
+from ..target import Target
+
+ARCHITECTURE = "DFlashDraftModel"
+
+# Called with the layer's index and the top-k attention mass of its proposal rows, [heads, rows].
+MassProbe = Callable[[int, Tensor], None]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a row of one drafter layer sees of its block and of the context."""
+
+    causal: bool
+    window: int | None
+
+    def count(self, context: int, rows: int) -> Tensor:
+        """Visible Keys of each row, int64 [rows]. A window reaches as far ahead as behind, as z-lab's does."""
+        keys = (causal_keys if self.causal else block_keys)(context, rows, self.window)[0]
+        if not self.causal and self.window is not None and rows > self.window:
+            ahead = torch.arange(rows - 1, -1, -1)
+            keys = keys - (ahead - (self.window - 1)).clamp(min=0)
+        return keys
+
+    def mask(self, context: int, rows: int, device: torch.device) -> Tensor | None:
+        """Visible Keys bool [rows, context + rows], or None where every row sees them all."""
+        if not self.causal and (self.window is None or context + rows <= self.window):
+            return None
+        at = torch.arange(context, context + rows, device=device)[:, None]
+        key = torch.arange(context + rows, device=device)[None]
+        visible = key <= at if self.causal else torch.ones_like(key <= at)
+        if self.window is not None:
+            visible &= (at - key < self.window) & (key - at < self.window)
+        return visible
+
+
+@dataclass
+class _Layer:
+    attn_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor
+    k_norm: Tensor
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    kind: LayerKind
+
+
+class DFlash:
+    """A DFlash drafter bound to its target."""
+
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> None:
+        """config: the checkpoint's config.json; tensors: its weights under their published names.
+
+        Raises SharpDraftError if the drafter is not for this target or the checkpoint is not whole.
+        """
+        dflash = config.get("dflash_config") or {}
+        parsed = Qwen3Config(**{k: v for k, v in config.items() if k not in ("architectures", "auto_map")})
+        self.target = target
+        self.block_size = int(dflash.get("block_size", config.get("block_size", 16)))
+        self.hidden_size: int = parsed.hidden_size
+        self.num_layers: int = parsed.num_hidden_layers
+        self.heads: int = parsed.num_attention_heads
+        self.kv_heads: int = parsed.num_key_value_heads
+        self.head_dim: int = parsed.head_dim
+        self.eps: float = parsed.rms_norm_eps
+        self.max_positions: int = parsed.max_position_embeddings
+        self.embedding_scale = float(
+            dflash.get("input_embedding_scale", config.get("input_embedding_scale", 1.0))
+        )
+        self.mask_token = _integer(dflash.get("mask_token_id", config.get("mask_token_id")), "mask_token_id")
+        layer_ids = dflash.get("target_layer_ids", config.get("target_layer_ids"))
+        if not layer_ids:
+            raise SharpDraftError(
+                "the drafter's config has no dflash_config.target_layer_ids: is it a DFlash checkpoint?"
+            )
+        self.taps = tuple(int(i) for i in layer_ids)
+        self.kinds = tuple(
+            _layer_kind(config, dflash, parsed.sliding_window, i) for i in range(self.num_layers)
+        )
+        self._check_target(config, target)
+
+        dtype, device = target.dtype, target.device
+        weights = _expected(self, parsed.intermediate_size, bool(parsed.attention_bias))
+        _check_tensors(weights, tensors)
+        get = {name: tensors[name].to(device=device, dtype=dtype) for name in weights}
+
+        def linear(names: Sequence[str]) -> Linear:
+            weight = torch.cat([get[f"{n}.weight"] for n in names])
+            bias = torch.cat([get[f"{n}.bias"] for n in names]) if f"{names[0]}.bias" in get else None
+            return Linear(weight, bias)
+
+        self.fc = linear(["fc"])
+        self.hidden_norm = get["hidden_norm.weight"]
+        self.norm = get["norm.weight"]
+        self.layers = []
+        for i, kind in enumerate(self.kinds):
+            attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
+            self.layers.append(
+                _Layer(
+                    attn_norm=get[f"layers.{i}.input_layernorm.weight"],
+                    qkv=linear([f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"]),
+                    q_norm=get[f"{attn}.q_norm.weight"],
+                    k_norm=get[f"{attn}.k_norm.weight"],
+                    out=linear([f"{attn}.o_proj"]),
+                    mlp_norm=get[f"layers.{i}.post_attention_layernorm.weight"],
+                    gate_up=linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
+                    down=linear([f"{mlp}.down_proj"]),
+                    kind=kind,
+                )
+            )
+        # Context Keys and Values of all layers come out of one product.
+        self.context_kv = linear(
+            [f"layers.{i}.self_attn.{p}_proj" for i in range(self.num_layers) for p in ("k", "v")]
+        )
+        self.k_norms = torch.stack([layer.k_norm for layer in self.layers])[:, None, None]
+        self.rotary = Rotary(
+            Qwen3RotaryEmbedding(parsed), max(self.max_positions, target.max_positions), device
+        )
+
+    @classmethod
+    def load(cls, directory: Path, target: Target) -> DFlash:
+        """Read a published checkpoint directory. Raises SharpDraftError for anything that does not fit."""
+        config_path = directory / "config.json"
+        try:
+            config = json.loads(config_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SharpDraftError(f"cannot read the drafter's {config_path}: {error}") from error
+        architectures = config.get("architectures") or []
+        if ARCHITECTURE not in architectures:
+            raise SharpDraftError(
+                f"{directory} holds {', '.join(architectures) or 'no named architecture'}, not {ARCHITECTURE}: "
+                "give a DFlash checkpoint as the drafter"
+            )
+        tensors: dict[str, Tensor] = {}
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise SharpDraftError(f"{directory} has no .safetensors file: download the checkpoint again")
+        for file in files:
+            try:
+                with safe_open(str(file), framework="pt") as opened:
+                    tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            except (SafetensorError, OSError) as error:
+                raise SharpDraftError(
+                    f"{file} is truncated or corrupt ({error}): download it again"
+                ) from error
+        return cls(config, tensors, target)
+
+    def _check_target(self, config: Mapping[str, Any], target: Target) -> None:
+        def mismatch(what: str, ours: object, theirs: object) -> SharpDraftError:
+            return SharpDraftError(
+                f"this drafter belongs to another target: its {what} is {ours}, the target's {theirs}; "
+                "use the drafter that was trained for this target"
+            )
+
+        if self.hidden_size != target.hidden_size:
+            raise mismatch("hidden size", self.hidden_size, target.hidden_size)
+        if config.get("vocab_size") != target.vocab_size:
+            raise mismatch("vocabulary size", config.get("vocab_size"), target.vocab_size)
+        if config.get("num_target_layers", target.num_layers) != target.num_layers:
+            raise mismatch("number of target layers", config["num_target_layers"], target.num_layers)
+        if not all(0 <= i < target.num_layers for i in self.taps):
+            raise mismatch(
+                "list of target layer ids", list(self.taps), f"layers are 0 to {target.num_layers - 1}"
+            )
+        if not 0 <= self.mask_token < target.vocab_size:
+            raise mismatch("mask token id", self.mask_token, f"vocabulary has {target.vocab_size}")
+        if self.block_size < 2:
+            raise SharpDraftError(
+                f"the drafter's block_size is {self.block_size}: a block needs at least 2 tokens"
+            )
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """Room for the context's `capacity` Keys and one block behind them."""
+        return KVCache(
+            self.num_layers,
+            self.kv_heads,
+            self.head_dim,
+            capacity + self.block_size,
+            dtype=self.target.dtype,
+            device=self.target.device,
+        )
+
+    @torch.inference_mode()
+    def observe(self, cache: KVCache, features: Sequence[Tensor]) -> None:
+        """Append verified tokens' Keys and Values: features are the tapped hidden states, each [1, rows, hidden]."""
+        rows = features[0].shape[1]
+        context = F.rms_norm(
+            self.fc(torch.cat(list(features), dim=-1)), (self.hidden_size,), self.hidden_norm, self.eps
+        )
+        shape = (rows, self.num_layers, 2, self.kv_heads, self.head_dim)
+        keys, values = self.context_kv(context)[0].view(shape).permute(2, 1, 3, 0, 4)
+        keys = F.rms_norm(keys, (self.head_dim,), None, self.eps) * self.k_norms
+        start, end = cache.length, cache.length + rows
+        cache.keys[:, 0, :, start:end] = self.rotary(keys, start)
+        cache.values[:, 0, :, start:end] = values
+        cache.length = end
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        cache: KVCache,
+        anchor: int,
+        count: int,
+        policy: Policy | None = None,
+        probe: MassProbe | None = None,
+    ) -> Tensor:
+        """Draft `count` tokens behind `anchor`, whose position is the cache's length. int64 [count].
+
+        policy: scales the Queries by the Keys each row sees; None is the drafter as released. Cached Keys and
+        Values are never touched. probe: called per layer with the top-k attention mass of the proposal rows.
+        """
+        rows = count + 1
+        ids = torch.full((1, rows), self.mask_token, device=self.target.device)
+        ids[0, 0] = anchor
+        hidden = F.embedding(ids, self.target.embedding)
+        if self.embedding_scale != 1.0:
+            hidden = hidden * self.embedding_scale
+        context = cache.length
+        gains: dict[LayerKind, Tensor | None] = {}
+        masks: dict[LayerKind, Tensor | None] = {}
+        for kind in set(self.kinds):
+            masks[kind] = kind.mask(context, rows, self.target.device)
+            gains[kind] = None
+            if policy is not None:
+                gains[kind] = policy.gain(kind.count(context, rows)).to(self.target.device)
+        for index, layer in enumerate(self.layers):
+            hidden = self._layer(index, layer, hidden, cache, masks[layer.kind], gains[layer.kind], probe)
+        final = F.rms_norm(hidden[:, 1:], (self.hidden_size,), self.norm, self.eps)
+        return self.target.head(final)[0].argmax(-1)
+
+    def _layer(
+        self,
+        index: int,
+        layer: _Layer,
+        hidden: Tensor,
+        cache: KVCache,
+        mask: Tensor | None,
+        gain: Tensor | None,
+        probe: MassProbe | None,
+    ) -> Tensor:
+        rows, size, start = hidden.shape[1], self.hidden_size, cache.length
+        normed = F.rms_norm(hidden, (size,), layer.attn_norm, self.eps)
+        qkv = layer.qkv(normed).view(1, rows, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
+        query, keys, values = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        query = F.rms_norm(query, (self.head_dim,), layer.q_norm, self.eps)
+        keys = F.rms_norm(keys, (self.head_dim,), layer.k_norm, self.eps)
+        if gain is not None:
+            query = scale_queries(query, gain[None, None])
+        query, keys = self.rotary(query, start), self.rotary(keys, start)
+        all_keys, all_values = cache.write(index, start, keys, values)
+        if probe is not None:
+            probe(index, _mass(query, all_keys, mask))
+        hidden = hidden + layer.out(attend(query, all_keys, all_values, mask))
+        normed = F.rms_norm(hidden, (size,), layer.mlp_norm, self.eps)
+        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+        return hidden + layer.down(F.silu(gate) * up)
+
+
+def save(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write a checkpoint directory that this package, z-lab's `dflash` and vLLM load."""
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {k: v.contiguous() for k, v in tensors.items()},
+        str(directory / "model.safetensors"),
+        {"format": "pt"},
+    )
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _layer_kind(
+    config: Mapping[str, Any], dflash: Mapping[str, Any], sliding_window: int | None, layer: int
+) -> LayerKind:
+    """Causality and window of a layer, in the order of precedence that vLLM and z-lab's package agree on."""
+    types = config.get("layer_types")
+    every_sliding = bool(dflash.get("use_swa", False)) and "sliding_attention" not in (types or ())
+    sliding = every_sliding or (bool(types) and types[layer] == "sliding_attention")  # type: ignore[index]
+    causal = config.get("is_causal")
+    if causal is None:
+        causal = dflash.get("causal")
+    if causal is None:
+        causal = bool(types) and types[layer] == "sliding_attention"  # type: ignore[index]
+    window = dflash.get("swa_window_size", sliding_window) if sliding else None
+    if sliding and window is None:
+        raise SharpDraftError(
+            "the drafter has sliding-window layers but its config gives no sliding_window (with use_sliding_window)"
+        )
+    return LayerKind(bool(causal), window)
+
+
+def _expected(drafter: DFlash, inner: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a whole checkpoint."""
+    size, dim = drafter.hidden_size, drafter.head_dim
+    q, kv = drafter.heads * dim, drafter.kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (size, len(drafter.taps) * size),
+        "hidden_norm.weight": (size,),
+        "norm.weight": (size,),
+    }
+    for i in range(drafter.num_layers):
+        attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
+        out_in = {"q_proj": (q, size), "k_proj": (kv, size), "v_proj": (kv, size), "o_proj": (size, q)}
+        for name, shape in out_in.items():
+            shapes[f"{attn}.{name}.weight"] = shape
+            if bias:
+                shapes[f"{attn}.{name}.bias"] = shape[:1]
+        shapes |= {f"{attn}.q_norm.weight": (dim,), f"{attn}.k_norm.weight": (dim,)}
+        shapes |= {f"{mlp}.gate_proj.weight": (inner, size), f"{mlp}.up_proj.weight": (inner, size)}
+        shapes |= {f"{mlp}.down_proj.weight": (size, inner)}
+        shapes |= {f"layers.{i}.{n}.weight": (size,) for n in ("input_layernorm", "post_attention_layernorm")}
+    return shapes
+
+
+def _check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
+    if missing := sorted(set(expected) - set(tensors)):
+        raise SharpDraftError(
+            f"the drafter's checkpoint lacks {len(missing)} tensors, first {missing[0]}: download it again"
+        )
+    for name, shape in expected.items():
+        if tuple(tensors[name].shape) != shape:
+            raise SharpDraftError(
+                f"the drafter's {name} has shape {tuple(tensors[name].shape)}, its config says {shape}: "
+                "config.json and weights belong to different checkpoints"
+            )
+    # A mask embedding or attention sinks would change the drafts: better refused than silently left out.
+    if extra := sorted(set(tensors) - set(expected) - {"embed_tokens.weight", "lm_head.weight"}):
+        raise SharpDraftError(f"the drafter has tensors this version does not know, first {extra[0]}")
+
+
+def _mass(query: Tensor, keys: Tensor, mask: Tensor | None, k: int = 32) -> Tensor:
+    """Top-k attention mass of each row behind the anchor, float32 [heads, rows - 1]."""
+    group = query.shape[1] // keys.shape[1]
+    scores = query[0, :, 1:].float() @ keys[0].float().repeat_interleave(group, 0).transpose(1, 2)
+    scores = scores / query.shape[-1] ** 0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask[1:], -torch.inf)
+    return top_mass(scores, k)
+
+
+def _integer(value: object, name: str) -> int:
+    if not isinstance(value, int):
+        raise SharpDraftError(
+            f"the drafter's config has no integer dflash_config.{name}: is it a DFlash checkpoint?"
+        )
+    return value

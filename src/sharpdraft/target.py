@@ -1,0 +1,152 @@
+"""A causal LM as target: one forward over cached Keys, with taps on the layers a drafter reads.
+
+The weights, configuration, rotary tables and tokenizer come from transformers; the forward is ours, over
+preallocated Keys, so that prefill, single-token decoding and verification are one piece of code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention import Rotary, attend, causal_mask
+from .decode.cache import KVCache
+from .errors import SharpDraftError
+from .linear import Linear
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+
+@dataclass
+class _Layer:
+    attn_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Target:
+    """The target model. Shapes: batch rows stand at the same positions; hidden states are [batch, rows, hidden]."""
+
+    def __init__(self, model: Any, *, weight_dtype: torch.dtype | None = None, pack: bool = True) -> None:
+        """Take over the weights of a transformers causal LM (Llama, Qwen2 or Qwen3 architecture).
+
+        weight_dtype: run layers in another dtype than the model's; the residual stream and the head keep
+        the model's, so that close logits stay apart. pack: keep a second copy of float32 CPU weights laid out for few rows.
+
+        Raises SharpDraftError for an architecture without a forward here.
+        """
+        config = model.config
+        if config.model_type not in ARCHITECTURES:
+            raise SharpDraftError(
+                f"target architecture '{config.model_type}' is not supported; supported: {', '.join(ARCHITECTURES)}"
+            )
+        self.config = config
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.num_layers: int = config.num_hidden_layers
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.max_positions: int = config.max_position_embeddings
+        self.eps: float = config.rms_norm_eps
+        self.weight_dtype: torch.dtype = weight_dtype or model.dtype
+
+        def linear(*modules: Any) -> Linear:
+            weight = torch.cat([m.weight.detach() for m in modules]).to(self.weight_dtype)
+            bias = (
+                None
+                if modules[0].bias is None
+                else torch.cat([m.bias.detach() for m in modules]).to(self.weight_dtype)
+            )
+            return Linear(weight, bias, pack=pack)
+
+        body = model.model
+        self.embedding: Tensor = body.embed_tokens.weight.detach()
+        self.device = self.embedding.device
+        self.dtype = self.embedding.dtype
+        self.layers = []
+        for block in body.layers:
+            attn, mlp = block.self_attn, block.mlp
+            self.layers.append(
+                _Layer(
+                    attn_norm=block.input_layernorm.weight.detach(),
+                    qkv=linear(attn.q_proj, attn.k_proj, attn.v_proj),
+                    q_norm=attn.q_norm.weight.detach() if hasattr(attn, "q_norm") else None,
+                    k_norm=attn.k_norm.weight.detach() if hasattr(attn, "k_norm") else None,
+                    out=linear(attn.o_proj),
+                    mlp_norm=block.post_attention_layernorm.weight.detach(),
+                    gate_up=linear(mlp.gate_proj, mlp.up_proj),
+                    down=linear(mlp.down_proj),
+                )
+            )
+        self.norm: Tensor = body.norm.weight.detach()
+        self.head = Linear(model.lm_head.weight, pack=pack)
+        self.rotary = Rotary(body.rotary_emb, self.max_positions, self.device)
+
+    def new_cache(self, capacity: int, *, batch: int = 1, dtype: torch.dtype | None = None) -> KVCache:
+        """Room for `capacity` Keys a row, at most the model's positions."""
+        return KVCache(
+            self.num_layers,
+            self.kv_heads,
+            self.head_dim,
+            capacity,
+            batch=batch,
+            dtype=dtype or self.dtype,
+            device=self.device,
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self, ids: Tensor, cache: KVCache, taps: Sequence[int] = (), *, logits_from: int = 0
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Run ids [batch, rows] behind `cache` and append their Keys to it.
+
+        taps: ids of layers whose output hidden states are wanted, ascending. logits_from: first row whose
+        logits are computed (negative counts from the end, as in slicing).
+
+        Returns logits [batch, rows - logits_from, vocab], the tapped hidden states (each [batch, rows, hidden])
+        and the final normed hidden states [batch, rows - logits_from, hidden].
+        """
+        past, rows = cache.length, ids.shape[1]
+        if past + rows > cache.capacity:
+            raise SharpDraftError(f"context full: {past} + {rows} tokens do not fit into {cache.capacity}")
+        mask = causal_mask(past, rows, self.device)
+        hidden = F.embedding(ids, self.embedding)
+        tapped: list[Tensor] = []
+        for index, layer in enumerate(self.layers):
+            hidden = self._layer(index, layer, hidden, cache, past, mask)
+            if index in taps:
+                tapped.append(hidden)
+        cache.length = past + rows
+        final = F.rms_norm(hidden[:, logits_from:], (self.hidden_size,), self.norm, self.eps)
+        return self.head(final), tapped, final
+
+    def _layer(
+        self, index: int, layer: _Layer, hidden: Tensor, cache: KVCache, past: int, mask: Tensor | None
+    ) -> Tensor:
+        batch, rows, size = hidden.shape
+        normed = F.rms_norm(hidden, (size,), layer.attn_norm, self.eps)
+        qkv = (
+            layer.qkv(normed).view(batch, rows, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
+        )
+        query, keys, values = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query = F.rms_norm(query, (self.head_dim,), layer.q_norm, self.eps)
+            keys = F.rms_norm(keys, (self.head_dim,), layer.k_norm, self.eps)
+        query, keys = self.rotary(query, past), self.rotary(keys, past)
+        all_keys, all_values = cache.write(index, past, keys, values)
+        mixed = attend(query.to(all_keys.dtype), all_keys, all_values, mask)
+        hidden = hidden + layer.out(mixed)
+        normed = F.rms_norm(hidden, (size,), layer.mlp_norm, self.eps)
+        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+        return hidden + layer.down(F.silu(gate) * up)

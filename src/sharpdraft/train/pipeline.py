@@ -1,0 +1,146 @@
+"""The whole way from a target to a drafter: text, training, checkpoint; and the recording of sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from ..errors import SharpDraftError
+from ..lab.tasks import built_in, turns_of
+from ..models import load_target
+from ..target import Target
+from .dflash import Corpus, Recipe, Trainer
+from .prompts import sessions
+from .sessions import chat_tokens, save_wave, session_turns, write_wave
+
+ProgressBar = Callable[[int, str], AbstractContextManager[tuple[Any, Any]]]
+
+_HELD_OUT_WAVES = 1
+
+
+def distil_dflash(
+    target_name: str,
+    out: Path,
+    *,
+    tokens: int,
+    context: int,
+    batch: int,
+    steps: int | None,
+    device: str | None,
+    progress: ProgressBar,
+) -> Path:
+    """Write `tokens` tokens of text in waves, train on them, export; what is already in `out` is kept.
+
+    Returns the drafter's directory. Raises SharpDraftError when a file cannot be written or read.
+    """
+    target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype(), pack=False)
+    recipe = Recipe() if steps is None else replace(Recipe(), steps=steps)
+    try:
+        text = out / "text"
+        text.mkdir(parents=True, exist_ok=True)
+        waves = max(1, round(tokens / (batch * context)))
+        held = [
+            _wave(target, tokenizer, text, i, True, batch, context, recipe, progress)
+            for i in range(_HELD_OUT_WAVES)
+        ]
+        train = [
+            _wave(target, tokenizer, text, i, False, batch, context, recipe, progress) for i in range(waves)
+        ]
+        trainer = Trainer(target, recipe, Corpus(train), Corpus(held), out)
+        trainer.resume()
+        with progress(recipe.steps, "training") as (bar, task):
+            held_text = ""
+
+            def on_step(row: dict[str, Any]) -> None:
+                nonlocal held_text
+                if "held_mal" in row:
+                    held_text = f", held out {row['held_mal']:.2f}"
+                bar.update(
+                    task, completed=row["step"], description=f"training: MAL {row['mal']:.2f}{held_text}"
+                )
+
+            trainer.run(on_step)
+        trainer.export(out / "drafter")
+    except SafetensorError as error:
+        raise SharpDraftError(
+            f"a wave in {out / 'text'} is corrupt ({error}): remove it and run again"
+        ) from error
+    except OSError as error:
+        raise SharpDraftError(
+            f"cannot write to {out} ({error}): make room and run the same command again"
+        ) from error
+    return out / "drafter"
+
+
+def record_sessions(
+    target_name: str, out: Path, *, length: int, device: str | None, progress: ProgressBar
+) -> None:
+    """Write the built-in sessions' texts: tokens uint16 and turns int32 [turns, 3] (see lab.tasks.Turn) of each."""
+    target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype(), pack=False)
+    if length > target.max_positions:
+        raise SharpDraftError(f"--length {length}: this target takes at most {target.max_positions} tokens")
+    tasks = built_in()
+    turns = [
+        [chat_tokens(tokenizer, turn, first=i == 0) for i, turn in enumerate(task.turns)] for task in tasks
+    ]
+    with progress(length, "recording") as (bar, task_id):
+        wave = write_wave(
+            target,
+            turns,
+            length,
+            _end_of_turn(target),
+            on_step=lambda step: bar.update(task_id, completed=step + 1),
+        )
+    tensors = {}
+    for task, tokens, written in zip(tasks, wave["tokens"], wave["written"], strict=True):
+        tensors[f"{task.name}.tokens"] = tokens.to(torch.uint16)
+        spans = [(t.start, t.answer, t.end) for t in turns_of(written)]
+        tensors[f"{task.name}.turns"] = torch.tensor(spans, dtype=torch.int32)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(out))
+
+
+def _wave(
+    target: Target,
+    tokenizer: Any,
+    folder: Path,
+    index: int,
+    held_out: bool,
+    batch: int,
+    context: int,
+    recipe: Recipe,
+    progress: ProgressBar,
+) -> Path:
+    path = folder / f"{'held' if held_out else 'wave'}-{index:03d}.safetensors"
+    if path.exists():
+        return path
+    turns = session_turns(sessions(index, held_out=held_out), tokenizer, batch)
+    with progress(context, f"writing text, {path.stem}") as (bar, task):
+        wave = write_wave(
+            target,
+            turns,
+            context,
+            _end_of_turn(target),
+            taps=recipe.taps,
+            seed=index,
+            on_step=lambda step: bar.update(task, completed=step + 1),
+        )
+    save_wave(wave, path)
+    return path
+
+
+def _end_of_turn(target: Target) -> int:
+    ends = target.config.eos_token_id
+    return int(ends[0] if isinstance(ends, list) else ends)
+
+
+def _writing_dtype() -> torch.dtype | None:
+    """bfloat16 weights where the machine multiplies them fast; text for training need not be exact to the bit."""
+    return torch.bfloat16 if torch.cuda.is_available() or torch.cpu._is_amx_tile_supported() else None
