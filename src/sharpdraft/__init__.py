@@ -1,1 +1,55 @@
+"""SharpDraft: speculative decoding that stays fast when generations get long (arXiv 2610.05106).
 
+The method needs torch alone and is imported at once; what runs models is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .cardinality import block_keys, causal_keys, mask_keys, ragged_keys
+from .errors import SharpDraftError
+from .mass import contrast, contrast_derivative, top_mass
+from .scale import Constant, FixedSlope, Policy, scale_queries
+
+if TYPE_CHECKING:
+    from .decode.loop import Round, Session
+    from .drafters.dflash import DFlash
+    from .models import load_target
+    from .target import Target
+
+__all__ = [
+    "Constant",
+    "DFlash",
+    "FixedSlope",
+    "Policy",
+    "Round",
+    "Session",
+    "SharpDraftError",
+    "Target",
+    "block_keys",
+    "causal_keys",
+    "contrast",
+    "contrast_derivative",
+    "load_target",
+    "mask_keys",
+    "ragged_keys",
+    "scale_queries",
+    "top_mass",
+]
+
+_LATER = {
+    "DFlash": "drafters.dflash",
+    "Round": "decode.loop",
+    "Session": "decode.loop",
+    "Target": "target",
+    "load_target": "models",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'sharpdraft' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_LATER[name]}", __name__), name)

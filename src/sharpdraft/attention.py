@@ -36,17 +36,15 @@ class Rotary:
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """Grouped attention without repeated Keys: the Queries of one group are rows of one product.
 
-    query [batch, heads, rows, head_dim]; keys, values [batch, kv_heads, length, head_dim]; mask bool
-    [..., rows, length] or None (all visible). Returns [batch, rows, heads * head_dim].
+    query [batch, heads, rows, head_dim]; keys, values [batch, kv_heads, length, head_dim]; mask
+    [..., rows, length], bool (True is visible) or additive, or None (all visible). Returns [batch, rows, heads * head_dim].
     """
     batch, heads, rows, dim = query.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     if rows == 1 and batch > 1:
         # Many sequences, one row each: memory-bound, and the kernel's own grouping reads Keys once.
-        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=group > 1).reshape(
-            batch, 1, heads * dim
-        )
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=group > 1).reshape(batch, 1, heads * dim)
     if group > 1:
         query = query.reshape(batch, kv_heads, group * rows, dim)
         mask = None if mask is None else torch.cat([mask] * group, dim=-2)
@@ -54,11 +52,15 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> 
     return out.reshape(batch, heads, rows, dim).transpose(1, 2).reshape(batch, rows, heads * dim)
 
 
-def causal_mask(past: int, rows: int, device: torch.device | str, window: int | None = None) -> Tensor | None:
-    """Visible Keys [rows, past + rows] of causal rows behind `past` cached ones; None where all are visible."""
-    if rows == 1 and (window is None or past < window):
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask as what is added to scores: 0 where visible, -inf elsewhere. Attention would make the same of a
+    bool mask, but in every layer anew."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+
+
+def causal_mask(past: int, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Additive mask [rows, past + rows] of causal rows behind `past` cached Keys; None where all are visible."""
+    if rows == 1:
         return None
-    at = torch.arange(past, past + rows, device=device)[:, None]
-    key = torch.arange(past + rows, device=device)[None]
-    visible = key <= at
-    return visible if window is None else visible & (at - key < window)
+    visible = torch.ones((rows, past + rows), dtype=torch.bool, device=device).tril_(past)
+    return additive(visible, dtype)

@@ -111,9 +111,7 @@ def mask_keys(mask: Tensor) -> Tensor:
     if mask.is_floating_point():
         mask = mask > torch.finfo(mask.dtype).min
     elif mask.dtype != torch.bool:
-        raise TypeError(
-            f"mask must be bool or floating, got {mask.dtype}: turn a 0/1 mask into bool with mask.bool()"
-        )
+        raise TypeError(f"mask must be bool or floating, got {mask.dtype}: turn a 0/1 mask into bool with mask.bool()")
     return mask.sum(-1)
 
 
@@ -127,9 +125,7 @@ def _batch_keys(
         cached = torch.tensor([cached])
     _require_integers(keys_name, cached)
     if cached.dim() != 1:
-        raise ValueError(
-            f"{keys_name} must be [batch], one count for each request, got shape {tuple(cached.shape)}"
-        )
+        raise ValueError(f"{keys_name} must be [batch], one count for each request, got shape {tuple(cached.shape)}")
     row = torch.arange(rows, device=cached.device)
     return _count(cached.long().unsqueeze(-1) + row + 1, rows - 1 - row, causal, window)
 

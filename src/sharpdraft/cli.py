@@ -6,8 +6,9 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -36,28 +37,54 @@ app.add_typer(train_app, name="train")
 out = Console()
 err = Console(stderr=True)
 
-_TARGET = "smollm2-135m-instruct"
-TargetOption = Annotated[str, typer.Option("--target", help="Built-in name, local directory or hub id.")]
-DrafterOption = Annotated[
-    str | None,
-    typer.Option(
-        "--drafter",
-        help="Local directory or hub id of a DFlash checkpoint.",
-        show_default="the one that comes with the target",
-    ),
-]
-BlockOption = Annotated[
-    int | None,
-    typer.Option("--block", help="Tokens of a block, anchor included.", show_default="the drafter's"),
-]
-DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="cpu, cuda or mps.", show_default="the best there is")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable results on stdout.")]
-ReferenceOption = Annotated[
-    int | None,
-    typer.Option("--reference", help="N0: Keys up to which nothing is scaled.", show_default="the drafter's"),
-]
+_BUILT_IN = "smollm2-135m-instruct"
+_ARMS = "ar, frozen, sharpdraft, sharpdraft@N0, fixed@SCALE"
+
+
+def _option(default: object, *names: str, help: str, shown: str | None = None, least: int | None = None) -> Any:
+    return typer.Option(default, *names, help=help, show_default=shown or True, min=least)
+
+
+PROMPT: Any = typer.Argument(None, help="The user's message.", show_default="read from stdin")
+TARGET = _option(_BUILT_IN, "--target", help="Built-in name, local directory or hub id.")
+DRAFTER = _option(
+    None,
+    "--drafter",
+    help="Directory or hub id of a DFlash checkpoint.",
+    shown="the one built in for the target",
+)
+REFERENCE = _option(None, "--reference", help="N0: Keys up to which nothing is scaled.", shown="the drafter's", least=1)
+BLOCK = _option(None, "--block", help="Tokens of a block, anchor included.", shown="the drafter's")
+DEVICE = _option(None, "--device", help="cpu, cuda or mps.", shown="the best there is")
+JSON = _option(False, "--json", help="Machine-readable results on stdout.")
+ARM = _option("sharpdraft", "--arm", help=f"One of {_ARMS}.")
+ARMS = _option("ar,frozen,sharpdraft", "--arms", help=f"Timed, taking turns, from {_ARMS}.")
+REPLAY = _option("", "--replay", help="Arms whose accepted lengths are replayed on the text.", shown="none")
+MAX_NEW = _option(512, "--max-new-tokens", help="Longest answer, tokens.", least=1)
+RAW = _option(False, "--raw", help="Continue the text as it is, without the chat template.")
+PROMPTS = _option(
+    None,
+    "--prompts",
+    help="A prompt a line, or JSON lines with prompt or turns.",
+    shown="the built-in sessions",
+)
+SESSIONS = _option(None, "--sessions", help="How many of the sessions.", shown="all", least=1)
+TURNS = _option(2, "--turns-per-bucket", help="Answers measured in each context bucket of a recorded session.", least=1)
+MASS = _option(0, "--mass-every", help="Attention mass at every so many replayed tokens; 0: never.", least=0)
+ANSWER = _option(192, "--answer-tokens", help="Longest answer to a prompt of --prompts, tokens.", least=2)
+DEMO_OUT = _option(Path("sharpdraft-demo"), "--out", help="Directory of the figure.")
+BENCH_OUT = _option(
+    Path("sharpdraft-bench"),
+    "--out",
+    help="Directory of rows and figure; a broken run goes on from its rows.",
+)
+TRAIN_OUT = _option(..., "--out", help="Directory of text, checkpoints, log and the finished drafter.")
+RECORD_OUT = _option(..., "--out", help="The recording, a safetensors file.")
+TOKENS = _option(1_048_576, "--tokens", help="Training text that the target writes first, tokens.", least=1)
+CONTEXT = _option(512, "--context", help="Length of a training session, tokens.", least=64)
+BATCH = _option(128, "--batch", help="Sessions written at once.", least=1)
+STEPS = _option(None, "--steps", help="Training steps.", shown="the recipe's", least=1)
+LENGTH = _option(8192, "--length", help="Length of each session, tokens.", least=64)
 
 
 def main() -> None:
@@ -65,8 +92,216 @@ def main() -> None:
     try:
         app()
     except SharpDraftError as error:
-        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(1)
+
+
+@app.command()
+def generate(
+    prompt: str | None = PROMPT,
+    target: str = TARGET,
+    drafter: str | None = DRAFTER,
+    arm: str = ARM,
+    reference: int | None = REFERENCE,
+    block: int | None = BLOCK,
+    max_new_tokens: int = MAX_NEW,
+    raw: bool = RAW,
+    device: str | None = DEVICE,
+    as_json: bool = JSON,
+) -> None:
+    """Stream an answer; accepted drafts are green, the target's own tokens plain."""
+    from .decode.loop import Session
+    from .lab.bench import arm as arm_named
+    from .scale import REPORTED_SETTINGS
+
+    arm_named(arm, REPORTED_SETTINGS["dflash"])
+    text = sys.stdin.read() if prompt is None else prompt
+    if not text.strip():
+        raise SharpDraftError("the prompt is empty: give a text")
+    loaded = _Loaded(target, drafter, device, reference, need_drafter=arm != "ar")
+    chosen = arm_named(arm, loaded.policy or REPORTED_SETTINGS["dflash"])
+    used = loaded.drafter if chosen.drafting else None
+    session = Session(loaded.target, used, chosen.policy, block if used else None)
+    if raw or not getattr(loaded.tokenizer, "chat_template", None):
+        ids = list(loaded.tokenizer(text)["input_ids"])
+    else:
+        ids = loaded.prompt(text, first=True)
+    rounds = []
+    shown = ""
+    for done in session.generate(ids, max_new_tokens, loaded.stop):
+        rounds.append(done)
+        if not as_json:
+            shown = _show_round(loaded.tokenizer, session.tokens[len(ids) :], bool(done.accepted), shown)
+    drafted = [r for r in rounds if r.drafted]
+    seconds = sum(r.draft_seconds + r.verify_seconds for r in rounds[1:])
+    written = session.tokens[len(ids) :]
+    speed = (len(written) - 1) / seconds if seconds else None
+    mal = sum(r.accepted + 1 for r in drafted) / len(drafted) if drafted else None
+    if as_json:
+        figures = {
+            "arm": arm,
+            "text": loaded.tokenizer.decode(written, skip_special_tokens=True),
+            "token_ids": written,
+            "prompt_tokens": len(ids),
+            "finish": session.finish,
+            "prefill_seconds": session.prefill_seconds,
+            "decode_seconds": seconds,
+            "tokens_per_second": speed,
+            "mal": mal,
+        }
+        typer.echo(json.dumps(figures))
+        return
+    out.print()
+    parts = [f"{arm}: {len(written)} tokens"]
+    parts += [f"{speed:.1f} tokens/s"] if speed else []
+    parts += [f"{mal:.2f} tokens a verification"] if mal else []
+    parts += [f"prefill of {len(ids)} tokens {session.prefill_seconds:.2f} s", f"ended by {session.finish}"]
+    err.print(f"[dim]{', '.join(parts)}[/]", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def demo(out_dir: Path = DEMO_OUT, as_json: bool = JSON) -> None:
+    """A long session three ways (AR, Frozen, SharpDraft), side by side at growing context lengths."""
+    from .decode.loop import Session
+    from .lab.bench import EDGES, Plan, run_recording
+    from .lab.bench import arm as arm_named
+    from .lab.tasks import recordings
+
+    loaded = _Loaded(_BUILT_IN, None, None, None, need_drafter=True)
+    drafter, policy = loaded.drafter_and_policy()
+    recording = recordings()[0]
+    arms = tuple(arm_named(name, policy) for name in ("ar", "frozen", "sharpdraft"))
+    plan = Plan(_BUILT_IN, "built-in", drafter.block_size, arms, arms[1:], masses_every=8)
+    err.print(
+        f"[bold]One session of {_BUILT_IN}, three ways.[/] '{recording.name}' is a conversation of "
+        f"{len(recording.tokens)} tokens.\nAt {len(EDGES)} points the next answer is written by the target alone "
+        "(AR), with its DFlash drafter, trained on\n512 tokens of context (Frozen), and with that drafter's Queries "
+        f"scaled above {policy.reference} Keys (SharpDraft).\nAll three must write the same tokens; they differ in "
+        "speed.\n",
+        highlight=False,
+    )
+    rows: list[dict[str, Any]] = []
+    session = Session(loaded.target, drafter)
+    with _progress(len(EDGES), "starting") as (progress, bar):
+
+        def on_row(row: dict[str, Any]) -> None:
+            rows.append(row)
+            progress.advance(bar)
+            _show_answer(progress.console, loaded.tokenizer, row)
+
+        def on_progress(text: str) -> None:
+            progress.update(bar, description=text)
+
+        run_recording(session, recording, plan, loaded.stop, [], on_row, on_progress)
+    _report(rows, plan.edges, out_dir, f"{_BUILT_IN}, session {recording.name}", as_json)
+
+
+@app.command()
+def bench(
+    prompts: Path | None = PROMPTS,
+    target: str = TARGET,
+    drafter: str | None = DRAFTER,
+    arms: str = ARMS,
+    replay: str = REPLAY,
+    sessions: int | None = SESSIONS,
+    turns_per_bucket: int = TURNS,
+    mass_every: int = MASS,
+    answer_tokens: int = ANSWER,
+    reference: int | None = REFERENCE,
+    block: int | None = BLOCK,
+    device: str | None = DEVICE,
+    out_dir: Path = BENCH_OUT,
+    as_json: bool = JSON,
+) -> None:
+    """Compare arms on long sessions, by context length."""
+    from .decode.loop import Session
+    from .lab.bench import Plan, RunLog, measured_turns, run_live, run_recording
+    from .lab.bench import arm as arm_named
+    from .lab.tasks import built_in, from_file, recordings
+    from .scale import REPORTED_SETTINGS
+
+    timed_names, replay_names = (
+        [name.strip() for name in names.split(",") if name.strip()] for names in (arms, replay)
+    )
+    for name in (*timed_names, *replay_names):
+        arm_named(name, REPORTED_SETTINGS["dflash"])
+    if not timed_names:
+        raise SharpDraftError("--arms names no arm")
+    if "ar" in replay_names:
+        raise SharpDraftError("--replay takes drafting arms only: ar drafts nothing")
+    tasks = (from_file(prompts, answer_tokens) if prompts else built_in())[:sessions]
+    recorded = recordings()[:sessions] if prompts is None and target == _BUILT_IN else []
+    loaded = _Loaded(target, drafter, device, reference, need_drafter=True)
+    used, policy = loaded.drafter_and_policy()
+    session = Session(loaded.target, used, block=block)
+    plan = Plan(
+        target,
+        drafter or "built-in",
+        session.size,
+        tuple(arm_named(name, policy) for name in timed_names),
+        tuple(arm_named(name, policy) for name in replay_names),
+        turns_per_bucket,
+        masses_every=mass_every,
+    )
+    log = RunLog(out_dir / "rows.jsonl", plan)
+    total = sum(len(task.turns) for task in tasks)
+    if recorded:
+        total = sum(len(measured_turns(r, plan, loaded.target.max_positions)) for r in recorded)
+    with _resumable(str(log.path)), _progress(total, "starting") as (progress, bar):
+        progress.advance(bar, len(log.rows))
+
+        def on_row(row: dict[str, Any]) -> None:
+            log.add(row)
+            progress.advance(bar)
+
+        def on_progress(text: str) -> None:
+            progress.update(bar, description=text)
+
+        for recording in recorded:
+            run_recording(session, recording, plan, loaded.stop, log.rows, on_row, on_progress)
+        for task in () if recorded else tasks:
+            session.rewind(0)
+            turns = (loaded.prompt(turn, first=i == 0) for i, turn in enumerate(task.turns))
+            run_live(session, task, turns, plan, loaded.stop, log.rows, on_row, on_progress)
+    _report(log.rows, plan.edges, out_dir, f"{target}, block of {session.size}", as_json)
+
+
+@train_app.command("dflash")
+def train_dflash(
+    out_dir: Path = TRAIN_OUT,
+    target: str = TARGET,
+    tokens: int = TOKENS,
+    context: int = CONTEXT,
+    batch: int = BATCH,
+    steps: int | None = STEPS,
+    device: str | None = DEVICE,
+) -> None:
+    """Let the target write text, then distil a DFlash drafter from it. The same command resumes."""
+    from .train.pipeline import distil_dflash
+
+    with _resumable(f"what is in {out_dir}"):
+        drafter = distil_dflash(
+            target,
+            out_dir,
+            tokens=tokens,
+            context=context,
+            batch=batch,
+            steps=steps,
+            device=device,
+            progress=_progress,
+        )
+    typer.echo(drafter)
+
+
+@app.command()
+def record(
+    out_file: Path = RECORD_OUT, target: str = TARGET, length: int = LENGTH, device: str | None = DEVICE
+) -> None:
+    """Let a target write the built-in sessions once, so that a bench can start deep inside them."""
+    from .train.pipeline import record_sessions
+
+    record_sessions(target, out_file, length=length, device=device, progress=_progress)
+    typer.echo(out_file)
 
 
 class _Loaded:
@@ -89,17 +324,12 @@ class _Loaded:
         directory = checkpoint_dir(drafter) if drafter else built_in_drafter(target)
         if directory is None and need_drafter:
             raise SharpDraftError(f"no drafter comes with {target}: give one with --drafter, or train one")
-        with err.status(f"loading {target}"):
-            self.target, self.tokenizer = load_target(target, device=device)
-            self.drafter = None if directory is None else DFlash.load(directory, self.target)
         self.policy: FixedSlope | None = None
         if directory is not None:
             self.policy, found = recommended(directory)
             if reference is not None:
                 try:
-                    self.policy = FixedSlope(
-                        reference, self.policy.slope, self.policy.top_k, self.policy.max_scale
-                    )
+                    self.policy = self.policy.with_reference(reference)
                 except ValueError as error:
                     raise SharpDraftError(f"--reference: {error}") from error
             elif not found:
@@ -107,10 +337,14 @@ class _Loaded:
                     f"note: {directory} has no sharpdraft.json; using the paper's DFlash setting "
                     f"(N0 = {self.policy.reference}), which needs validation for this drafter"
                 )
+        with err.status(f"loading {target}"):
+            self.target, self.tokenizer = load_target(target, device=device)
+            self.drafter = None if directory is None else DFlash.load(directory, self.target)
         ends = self.target.config.eos_token_id
-        self.stop: tuple[int, ...] = (
-            tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
-        )
+        self.stop: tuple[int, ...] = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+
+    def drafter_and_policy(self) -> tuple[Any, Any]:
+        return self.drafter, self.policy
 
     def prompt(self, turn: str, *, first: bool) -> list[int]:
         from .train.sessions import chat_tokens
@@ -140,356 +374,62 @@ def _resumable(what: str) -> Iterator[None]:
         raise SharpDraftError(f"stopped; {what} is kept, and the same command goes on from there") from None
 
 
-@app.command()
-def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The user's message; from stdin if left out.")] = None,
-    target: TargetOption = _TARGET,
-    drafter: DrafterOption = None,
-    arm: Annotated[
-        str, typer.Option("--arm", help="ar, frozen, sharpdraft, sharpdraft@N0 or fixed@SCALE.")
-    ] = "sharpdraft",
-    reference: ReferenceOption = None,
-    block: BlockOption = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 512,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")
-    ] = False,
-    device: DeviceOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Stream an answer; accepted drafts are green, the target's own tokens plain."""
-    from .decode.loop import Session
-    from .lab.bench import arm as arm_named
-    from .scale import REPORTED_SETTINGS
-
-    text = sys.stdin.read() if prompt is None else prompt
-    if not text.strip():
-        raise SharpDraftError("the prompt is empty: give a text")
-    loaded = _Loaded(target, drafter, device, reference, need_drafter=arm != "ar")
-    chosen = arm_named(arm, loaded.policy or REPORTED_SETTINGS["dflash"])
-    used = loaded.drafter if chosen.drafting else None
-    session = Session(loaded.target, used, chosen.policy, block if used else None)
-    if raw or not getattr(loaded.tokenizer, "chat_template", None):
-        ids = list(loaded.tokenizer(text)["input_ids"])
-    else:
-        ids = loaded.prompt(text, first=True)
-    rounds = []
-    shown = ""
-    for done in session.generate(ids, max_new_tokens, loaded.stop):
-        rounds.append(done)
-        if as_json:
-            continue
-        written = session.tokens[len(ids) :]
-        # A token can be part of a character: what is not yet whole is shown with the next one.
-        drafts_end = loaded.tokenizer.decode(written[:-1], skip_special_tokens=True)
-        whole = loaded.tokenizer.decode(written, skip_special_tokens=True)
-        if whole.endswith("\ufffd"):
-            continue
-        middle = max(len(shown), min(len(drafts_end), len(whole)))
-        out.print(
-            f"[green]{escape(whole[len(shown) : middle])}[/]"
-            if done.accepted
-            else escape(whole[len(shown) : middle]),
-            end="",
-            highlight=False,
-            soft_wrap=True,
-        )
-        out.print(escape(whole[middle:]), end="", highlight=False, soft_wrap=True)
-        shown = whole
-    drafted = [r for r in rounds if r.drafted]
-    seconds = sum(r.draft_seconds + r.verify_seconds for r in rounds[1:])
-    count = len(session.tokens) - len(ids)
-    figures = {
-        "arm": arm,
-        "prompt_tokens": len(ids),
-        "tokens": count,
-        "finish": session.finish,
-        "prefill_seconds": session.prefill_seconds,
-        "decode_seconds": seconds,
-        "tokens_per_second": (count - 1) / seconds if seconds else None,
-        "mal": sum(r.accepted + 1 for r in drafted) / len(drafted) if drafted else None,
-    }
-    if as_json:
-        written = session.tokens[len(ids) :]
-        print(
-            json.dumps(
-                {
-                    **figures,
-                    "text": loaded.tokenizer.decode(written, skip_special_tokens=True),
-                    "token_ids": written,
-                }
-            )
-        )
-        return
-    out.print()
-    speed = f", {figures['tokens_per_second']:.1f} tokens/s" if seconds else ""
-    mal = f", {figures['mal']:.2f} tokens a verification" if drafted else ""
-    err.print(
-        f"[dim]{arm}: {count} tokens{speed}{mal}; prefill of {len(ids)} in {session.prefill_seconds:.2f} s; ended by {session.finish}[/]",
-        highlight=False,
-    )
-
-
-@app.command()
-def demo(
-    out_dir: Annotated[Path, typer.Option("--out", help="Where the figure and the rows go.")] = Path(
-        "sharpdraft-demo"
-    ),
-    as_json: JsonOption = False,
-) -> None:
-    """A long session three ways (AR, Frozen, SharpDraft), side by side at growing context lengths."""
-    from .lab.bench import EDGES, Plan, run_recording
-    from .lab.bench import arm as arm_named
-    from .lab.tasks import recordings
-
-    loaded = _Loaded(_TARGET, None, None, None, need_drafter=True)
-    recording = recordings()[0]
-    assert loaded.policy is not None and loaded.drafter is not None
-    arms = tuple(arm_named(name, loaded.policy) for name in ("ar", "frozen", "sharpdraft"))
-    plan = Plan(_TARGET, "built-in", loaded.drafter.block_size, arms, arms[1:], masses_every=8)
-    if not as_json:
-        err.print(
-            f"[bold]One real session, '{recording.name}', three ways.[/] {_TARGET} has written a conversation of "
-            f"{len(recording.tokens)} tokens.\nAt {len(EDGES)} points of it the next answer is written by the target "
-            "alone (AR), with its DFlash drafter as\ntrained on at most 512 tokens (Frozen), and with that drafter's "
-            f"Queries scaled above {loaded.policy.reference} Keys (SharpDraft).\nThe three must agree token by token; "
-            "they differ in speed.\n",
-            highlight=False,
-        )
-    rows: list[dict[str, Any]] = []
-    session = _session(loaded, None)
-    with _progress(len(EDGES), "starting") as (progress, bar):
-
-        def on_row(row: dict[str, Any]) -> None:
-            rows.append(row)
-            progress.advance(bar)
-            if not as_json:
-                _show_answer(progress.console, loaded.tokenizer, row)
-
-        run_recording(
-            session,
-            recording,
-            plan,
-            loaded.stop,
-            [],
-            on_row,
-            lambda text: progress.update(bar, description=text),
-        )
-    _report(rows, plan.edges, out_dir, f"{_TARGET}, one session, answers of up to 192 tokens", as_json)
-
-
-@app.command()
-def bench(
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            help="Prompts, one a line, or JSON lines with prompt or turns.",
-            show_default="the built-in sessions",
-        ),
-    ] = None,
-    target: TargetOption = _TARGET,
-    drafter: DrafterOption = None,
-    arms: Annotated[
-        str,
-        typer.Option(
-            "--arms", help="Timed, taking turns: ar, frozen, sharpdraft, sharpdraft@N0, fixed@SCALE."
-        ),
-    ] = "ar,frozen,sharpdraft",
-    replay: Annotated[
-        str, typer.Option("--replay", help="Arms whose accepted lengths are replayed on AR's text.")
-    ] = "",
-    sessions: Annotated[
-        int | None, typer.Option("--sessions", min=1, help="How many sessions.", show_default="all")
-    ] = None,
-    turns_per_bucket: Annotated[
-        int,
-        typer.Option(
-            "--turns-per-bucket", min=1, help="Measured answers in each context bucket of a recorded session."
-        ),
-    ] = 2,
-    mass_every: Annotated[
-        int,
-        typer.Option(
-            "--mass-every", min=0, help="Attention mass at every so many anchors of a replay; 0 for none."
-        ),
-    ] = 0,
-    answer_tokens: Annotated[
-        int, typer.Option("--answer-tokens", min=2, help="Longest answer to a prompt of --prompts.")
-    ] = 192,
-    reference: ReferenceOption = None,
-    block: BlockOption = None,
-    device: DeviceOption = None,
-    out_dir: Annotated[
-        Path, typer.Option("--out", help="Rows, table and figure; a broken run goes on from its rows.")
-    ] = Path("sharpdraft-bench"),
-    as_json: JsonOption = False,
-) -> None:
-    """Compare arms on long sessions, by context length."""
-    from .lab.bench import Plan, RunLog, measured_turns, run_live, run_recording
-    from .lab.bench import arm as arm_named
-    from .lab.tasks import built_in, from_file, recordings
-
-    tasks = from_file(prompts, answer_tokens) if prompts else built_in()
-    recorded = recordings() if prompts is None and target == _TARGET else []
-    timed_names = [n.strip() for n in arms.split(",") if n.strip()]
-    replay_names = [n.strip() for n in replay.split(",") if n.strip()]
-    if not timed_names:
-        raise SharpDraftError("--arms names no arm")
-    from .scale import REPORTED_SETTINGS
-
-    for name in (*timed_names, *replay_names):
-        arm_named(name, REPORTED_SETTINGS["dflash"])
-    if "ar" in replay_names:
-        raise SharpDraftError("--replay takes drafting arms only: ar drafts nothing")
-    loaded = _Loaded(target, drafter, device, reference, need_drafter=True)
-    assert loaded.policy is not None and loaded.drafter is not None
-    session = _session(loaded, block)
-    plan = Plan(
-        target,
-        drafter or "built-in",
-        session.size,
-        tuple(arm_named(n, loaded.policy) for n in timed_names),
-        tuple(arm_named(n, loaded.policy) for n in replay_names),
-        turns_per_bucket,
-        masses_every=mass_every,
-    )
-    log = RunLog(out_dir / "rows.jsonl", plan)
-    work = recorded[:sessions] if recorded else []
-    total = sum(len(measured_turns(r, plan, loaded.target.max_positions)) for r in work)
-    total = total or sum(len(task.turns) for task in tasks[:sessions])
-    with _progress(total, "starting") as (progress, bar), _resumable(str(log.path)):
-        progress.advance(bar, len(log.rows))
-
-        def on_row(row: dict[str, Any]) -> None:
-            log.add(row)
-            progress.advance(bar)
-
-        def on_progress(text: str) -> None:
-            progress.update(bar, description=text)
-
-        if recorded:
-            for recording in work:
-                run_recording(session, recording, plan, loaded.stop, log.rows, on_row, on_progress)
-        else:
-            for task in tasks[:sessions]:
-                session.rewind(0)
-                turns = (loaded.prompt(turn, first=i == 0) for i, turn in enumerate(task.turns))
-                run_live(session, task, turns, plan, loaded.stop, log.rows, on_row, on_progress)
-    _report(log.rows, plan.edges, out_dir, f"{target}, block {session.size}", as_json)
-
-
-@train_app.command("dflash")
-def train_dflash(
-    out_dir: Annotated[Path, typer.Option("--out", help="Text, checkpoints, log and the finished drafter.")],
-    target: TargetOption = _TARGET,
-    tokens: Annotated[
-        int, typer.Option("--tokens", min=1, help="Training text that the target writes first.")
-    ] = 1_048_576,
-    context: Annotated[
-        int, typer.Option("--context", min=64, help="Length of a training session, tokens.")
-    ] = 512,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sessions written at once.")] = 128,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, show_default="the recipe's")] = None,
-    device: DeviceOption = None,
-) -> None:
-    """Let the target write text, then distil a DFlash drafter from it. The same command resumes."""
-    from .train.pipeline import distil_dflash
-
-    with _resumable(f"what was written to {out_dir}"):
-        drafter = distil_dflash(
-            target,
-            out_dir,
-            tokens=tokens,
-            context=context,
-            batch=batch,
-            steps=steps,
-            device=device,
-            progress=_progress,
-        )
-    out.print(f"{drafter}")
-
-
-@app.command()
-def record(
-    out_file: Annotated[Path, typer.Option("--out", help="The recording, a safetensors file.")],
-    target: TargetOption = _TARGET,
-    length: Annotated[int, typer.Option("--length", min=64, help="Tokens of each session.")] = 8192,
-    device: DeviceOption = None,
-) -> None:
-    """Let a target write the built-in sessions once, so that a bench can start deep inside them."""
-    from .train.pipeline import record_sessions
-
-    record_sessions(target, out_file, length=length, device=device, progress=_progress)
-    out.print(f"{out_file}")
-
-
-def _session(loaded: _Loaded, block: int | None) -> Any:
-    from .decode.loop import Session
-
-    return Session(loaded.target, loaded.drafter, None, block)
+def _show_round(tokenizer: Any, written: Sequence[int], accepted: bool, shown: str) -> str:
+    """Print what is new, drafts in green; returns all that has been shown."""
+    whole = tokenizer.decode(written, skip_special_tokens=True)
+    # A token can be part of a character: what is not yet whole is shown with the next one.
+    if whole.endswith("\ufffd"):
+        return shown
+    drafts = len(tokenizer.decode(written[:-1], skip_special_tokens=True)) if accepted else 0
+    middle = max(len(shown), min(drafts, len(whole)))
+    line = f"[green]{escape(whole[len(shown) : middle])}[/]{escape(whole[middle:])}"
+    out.print(line, end="", highlight=False, soft_wrap=True)
+    return str(whole)
 
 
 def _show_answer(console: Console, tokenizer: Any, row: dict[str, Any]) -> None:
     """One measured answer: where, what was written, and each arm's speed."""
     text = " ".join(tokenizer.decode(row["tokens"], skip_special_tokens=True).split())
-    console.print(
-        f"[bold]at {row['context']} tokens:[/] [dim]{escape(text[:150])} ...[/]",
-        highlight=False,
-        soft_wrap=True,
-    )
+    console.print(f"[bold]at {row['context']} tokens:[/] [dim]{escape(text[:90])} ...[/]", highlight=False)
     parts = []
     for name, arm in row["arms"].items():
-        mal = (
-            ""
-            if name == "ar" or not arm["rounds"]
-            else f", MAL {1 + sum(a for _, _, a in arm['rounds']) / len(arm['rounds']):.2f}"
-        )
-        same = "" if name not in row["differences"] else " [red](differs)[/]"
-        parts.append(f"{name} {arm['tokens'] / arm['seconds']:.1f} tok/s{mal}{same}")
+        lengths = [accepted + 1 for _, _, accepted in arm["rounds"]]
+        mal = f", MAL {sum(lengths) / len(lengths):.2f}" if lengths else ""
+        differs = " [red](differs)[/]" if name in row["differences"] else ""
+        parts.append(f"{name} {arm['tokens'] / arm['seconds']:.1f} tok/s{mal}{differs}")
     console.print("   " + "   ".join(parts) + "\n", highlight=False)
 
 
-def _report(
-    rows: Sequence[dict[str, Any]], edges: Sequence[int], out_dir: Path, title: str, as_json: bool
-) -> None:
-    from dataclasses import asdict
-
+def _report(rows: Sequence[dict[str, Any]], edges: Sequence[int], out_dir: Path, title: str, as_json: bool) -> None:
     from .lab.report import figure, summarise, table
 
     if not rows:
-        raise SharpDraftError("nothing was measured: no turn of the sessions fits into the context")
+        raise SharpDraftError("nothing was measured: no answer of the sessions fits into the context")
     cells = summarise(rows, edges)
-    agreed = sum(
-        arm["tokens"] for row in rows for name, arm in row["arms"].items() if name not in row["differences"]
-    )
+    first = next(iter(rows[0]["arms"]))
+    agreed = sum(arm["tokens"] for row in rows for name, arm in row["arms"].items() if name != first)
     differences = [
         {"session": row["session"], "turn": row["turn"], "arm": name, **what}
         for row in rows
         for name, what in row["differences"].items()
     ]
-    out_dir.mkdir(parents=True, exist_ok=True)
     picture: Path | None = out_dir / "figure.png"
     try:
         figure(cells, edges, out_dir / "figure.png", title)
     except SharpDraftError as error:
         picture = None
-        err.print(f"note: {error}")
+        err.print(f"note: {error}", highlight=False)
     if as_json:
-        print(
-            json.dumps(
-                {"cells": [asdict(c) for c in cells], "differences": differences, "figure": str(picture)}
-            )
-        )
+        shown = None if picture is None else str(picture)
+        typer.echo(json.dumps({"cells": [asdict(c) for c in cells], "differences": differences, "figure": shown}))
         return
     out.print(table(cells, edges, title))
-    first = next(iter(rows[0]["arms"]))
     if not differences:
-        out.print(f"All arms wrote the same tokens as {first} ({agreed} tokens in all).", highlight=False)
+        out.print(f"All {agreed} tokens of the other arms are those that {first} wrote.", highlight=False)
     for d in differences:
         out.print(
-            f"{d['session']}, turn {d['turn']}: {d['arm']} differs from {first} at token {d['at']}, where the target's "
-            f"two logits are {d['gap']:.1e} apart",
+            f"{d['session']}, turn {d['turn']}: {d['arm']} differs from {first} at token {d['at']} of the answer, "
+            f"where the target's two logits are {d['gap']:.1e} apart",
             highlight=False,
         )
     if picture is not None:

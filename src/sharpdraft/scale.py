@@ -6,7 +6,7 @@ read from `sharpdraft.json`; `scale_queries` applies its gains. No tensor value 
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -61,6 +61,10 @@ class FixedSlope:
             )
         if self.max_scale < 1:
             raise ValueError(f"max_scale must be at least 1 (1 switches scaling off), got {self.max_scale}")
+
+    def with_reference(self, reference: int) -> "FixedSlope":
+        """The same policy with another N0. Raises ValueError as the constructor does."""
+        return replace(self, reference=reference)
 
     def gain(self, keys: Tensor) -> Tensor:
         """Gain `β(N) - 1` for each count.
@@ -190,9 +194,7 @@ def _require_positive(name: str, value: object) -> None:
 
 def _require_counts(keys: Tensor) -> None:
     if keys.dtype == torch.bool or keys.is_complex():
-        raise TypeError(
-            f"keys must be counts of visible Keys, got {keys.dtype}: for a mask, pass mask_keys(mask)"
-        )
+        raise TypeError(f"keys must be counts of visible Keys, got {keys.dtype}: for a mask, pass mask_keys(mask)")
 
 
 REPORTED_SETTINGS: Mapping[str, FixedSlope] = MappingProxyType(

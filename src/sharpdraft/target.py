@@ -64,9 +64,7 @@ class Target:
         def linear(*modules: Any) -> Linear:
             weight = torch.cat([m.weight.detach() for m in modules]).to(self.weight_dtype)
             bias = (
-                None
-                if modules[0].bias is None
-                else torch.cat([m.bias.detach() for m in modules]).to(self.weight_dtype)
+                None if modules[0].bias is None else torch.cat([m.bias.detach() for m in modules]).to(self.weight_dtype)
             )
             return Linear(weight, bias, pack=pack)
 
@@ -94,7 +92,9 @@ class Target:
         self.rotary = Rotary(body.rotary_emb, self.max_positions, self.device)
 
     def new_cache(self, capacity: int, *, batch: int = 1, dtype: torch.dtype | None = None) -> KVCache:
-        """Room for `capacity` Keys a row, at most the model's positions."""
+        """Room for `capacity` Keys a row. Raises SharpDraftError for more than the model has positions."""
+        if capacity > self.max_positions:
+            raise SharpDraftError(f"a context of {capacity} tokens: this target has {self.max_positions} positions")
         return KVCache(
             self.num_layers,
             self.kv_heads,
@@ -111,7 +111,7 @@ class Target:
     ) -> tuple[Tensor, list[Tensor], Tensor]:
         """Run ids [batch, rows] behind `cache` and append their Keys to it.
 
-        taps: ids of layers whose output hidden states are wanted, ascending. logits_from: first row whose
+        taps: ids of layers whose output hidden states are wanted. logits_from: first row whose
         logits are computed (negative counts from the end, as in slicing).
 
         Returns logits [batch, rows - logits_from, vocab], the tapped hidden states (each [batch, rows, hidden])
@@ -120,25 +120,23 @@ class Target:
         past, rows = cache.length, ids.shape[1]
         if past + rows > cache.capacity:
             raise SharpDraftError(f"context full: {past} + {rows} tokens do not fit into {cache.capacity}")
-        mask = causal_mask(past, rows, self.device)
+        mask = causal_mask(past, rows, cache.keys.dtype, self.device)
         hidden = F.embedding(ids, self.embedding)
-        tapped: list[Tensor] = []
+        tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             hidden = self._layer(index, layer, hidden, cache, past, mask)
             if index in taps:
-                tapped.append(hidden)
+                tapped[index] = hidden
         cache.length = past + rows
         final = F.rms_norm(hidden[:, logits_from:], (self.hidden_size,), self.norm, self.eps)
-        return self.head(final), tapped, final
+        return self.head(final), [tapped[index] for index in taps], final
 
     def _layer(
         self, index: int, layer: _Layer, hidden: Tensor, cache: KVCache, past: int, mask: Tensor | None
     ) -> Tensor:
         batch, rows, size = hidden.shape
         normed = F.rms_norm(hidden, (size,), layer.attn_norm, self.eps)
-        qkv = (
-            layer.qkv(normed).view(batch, rows, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
-        )
+        qkv = layer.qkv(normed).view(batch, rows, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
         query, keys, values = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             query = F.rms_norm(query, (self.head_dim,), layer.q_norm, self.eps)

@@ -57,9 +57,7 @@ class Session:
         limit = self.target.max_positions
         self.capacity = limit if self.capacity is None else self.capacity
         if not 2 <= self.capacity <= limit:
-            raise SharpDraftError(
-                f"context of {self.capacity} tokens asked for: this target takes 2 to {limit}"
-            )
+            raise SharpDraftError(f"context of {self.capacity} tokens asked for: this target takes 2 to {limit}")
         self.size = 1
         self.taps: tuple[int, ...] = ()
         if self.drafter is not None:
@@ -107,9 +105,7 @@ class Session:
             )
         drafter = self.drafter if self.drafting else None
         if drafter is not None and self.drafts.length != self.cache.length:
-            raise SharpDraftError(
-                "the drafter has not seen all of this session: rewind to where drafting was off"
-            )
+            raise SharpDraftError("the drafter has not seen all of this session: rewind to where drafting was off")
         self.tokens.extend(prompt)
         while (past := self.cache.length) < len(self.tokens):
             # A multi-row forward over the rest of the context is cheap in chunks and needs one chunk's memory.
@@ -206,9 +202,7 @@ class Session:
         return time.perf_counter()
 
 
-def replay(
-    session: Session, start: int, policy: Policy | None, probe: MassProbe | None = None
-) -> Iterator[Round]:
+def replay(session: Session, start: int, policy: Policy | None, probe: MassProbe | None = None) -> Iterator[Round]:
     """The rounds that a policy would have had from the anchor at `start` to the end of a session's text.
 
     Decoding is lossless, so the target's text is known and only drafting runs: policies are compared on the
@@ -242,7 +236,5 @@ def _greedy(logits: Tensor) -> list[int]:
     """Most likely token of each row. Raises SharpDraftError where the target's logits are not numbers."""
     values, tokens = logits[0].max(-1)
     if not bool(values.isfinite().all()):
-        raise SharpDraftError(
-            "the target's logits are NaN or infinite: its weights or dtype are broken; try float32"
-        )
+        raise SharpDraftError("the target's logits are NaN or infinite: its weights or dtype are broken; try float32")
     return tokens.tolist()

@@ -53,7 +53,7 @@ class LayerKind:
         return keys
 
     def mask(self, context: int, rows: int, device: torch.device) -> Tensor | None:
-        """Visible Keys bool [rows, context + rows], or None where every row sees them all."""
+        """Visible Keys, bool [rows, context + rows]; None where every row sees them all."""
         if not self.causal and (self.window is None or context + rows <= self.window):
             return None
         at = torch.arange(context, context + rows, device=device)[:, None]
@@ -96,9 +96,7 @@ class DFlash:
         self.head_dim: int = parsed.head_dim
         self.eps: float = parsed.rms_norm_eps
         self.max_positions: int = parsed.max_position_embeddings
-        self.embedding_scale = float(
-            dflash.get("input_embedding_scale", config.get("input_embedding_scale", 1.0))
-        )
+        self.embedding_scale = float(dflash.get("input_embedding_scale", config.get("input_embedding_scale", 1.0)))
         self.mask_token = _integer(dflash.get("mask_token_id", config.get("mask_token_id")), "mask_token_id")
         layer_ids = dflash.get("target_layer_ids", config.get("target_layer_ids"))
         if not layer_ids:
@@ -106,9 +104,7 @@ class DFlash:
                 "the drafter's config has no dflash_config.target_layer_ids: is it a DFlash checkpoint?"
             )
         self.taps = tuple(int(i) for i in layer_ids)
-        self.kinds = tuple(
-            _layer_kind(config, dflash, parsed.sliding_window, i) for i in range(self.num_layers)
-        )
+        self.kinds = tuple(_layer_kind(config, dflash, parsed.sliding_window, i) for i in range(self.num_layers))
         self._check_target(config, target)
 
         dtype, device = target.dtype, target.device
@@ -141,13 +137,9 @@ class DFlash:
                 )
             )
         # Context Keys and Values of all layers come out of one product.
-        self.context_kv = linear(
-            [f"layers.{i}.self_attn.{p}_proj" for i in range(self.num_layers) for p in ("k", "v")]
-        )
+        self.context_kv = linear([f"layers.{i}.self_attn.{p}_proj" for i in range(self.num_layers) for p in ("k", "v")])
         self.k_norms = torch.stack([layer.k_norm for layer in self.layers])[:, None, None]
-        self.rotary = Rotary(
-            Qwen3RotaryEmbedding(parsed), max(self.max_positions, target.max_positions), device
-        )
+        self.rotary = Rotary(Qwen3RotaryEmbedding(parsed), max(self.max_positions, target.max_positions), device)
 
     @classmethod
     def load(cls, directory: Path, target: Target) -> DFlash:
@@ -172,9 +164,7 @@ class DFlash:
                 with safe_open(str(file), framework="pt") as opened:
                     tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             except (SafetensorError, OSError) as error:
-                raise SharpDraftError(
-                    f"{file} is truncated or corrupt ({error}): download it again"
-                ) from error
+                raise SharpDraftError(f"{file} is truncated or corrupt ({error}): download it again") from error
         return cls(config, tensors, target)
 
     def _check_target(self, config: Mapping[str, Any], target: Target) -> None:
@@ -191,15 +181,11 @@ class DFlash:
         if config.get("num_target_layers", target.num_layers) != target.num_layers:
             raise mismatch("number of target layers", config["num_target_layers"], target.num_layers)
         if not all(0 <= i < target.num_layers for i in self.taps):
-            raise mismatch(
-                "list of target layer ids", list(self.taps), f"layers are 0 to {target.num_layers - 1}"
-            )
+            raise mismatch("list of target layer ids", list(self.taps), f"layers are 0 to {target.num_layers - 1}")
         if not 0 <= self.mask_token < target.vocab_size:
             raise mismatch("mask token id", self.mask_token, f"vocabulary has {target.vocab_size}")
         if self.block_size < 2:
-            raise SharpDraftError(
-                f"the drafter's block_size is {self.block_size}: a block needs at least 2 tokens"
-            )
+            raise SharpDraftError(f"the drafter's block_size is {self.block_size}: a block needs at least 2 tokens")
 
     def new_cache(self, capacity: int) -> KVCache:
         """Room for the context's `capacity` Keys and one block behind them."""
@@ -372,7 +358,5 @@ def _mass(query: Tensor, keys: Tensor, mask: Tensor | None, k: int = 32) -> Tens
 
 def _integer(value: object, name: str) -> int:
     if not isinstance(value, int):
-        raise SharpDraftError(
-            f"the drafter's config has no integer dflash_config.{name}: is it a DFlash checkpoint?"
-        )
+        raise SharpDraftError(f"the drafter's config has no integer dflash_config.{name}: is it a DFlash checkpoint?")
     return value

@@ -46,13 +46,11 @@ def arm(name: str, recommended: FixedSlope) -> Arm:
         return Arm(name, drafting=True, policy=recommended)
     found = re.fullmatch(r"(sharpdraft|fixed)@([0-9.]+)", name)
     if found is None:
-        raise SharpDraftError(
-            f"unknown arm '{name}': known are ar, frozen, sharpdraft, sharpdraft@N0, fixed@SCALE"
-        )
+        raise SharpDraftError(f"unknown arm '{name}': known are ar, frozen, sharpdraft, sharpdraft@N0, fixed@SCALE")
     try:
         if found[1] == "fixed":
             return Arm(name, drafting=True, policy=Constant(float(found[2])))
-        other = FixedSlope(int(found[2]), recommended.slope, recommended.top_k, recommended.max_scale)
+        other = recommended.with_reference(int(found[2]))
         return Arm(name, drafting=True, policy=other)
     except ValueError as error:
         raise SharpDraftError(f"arm '{name}': {error}") from error
@@ -91,9 +89,7 @@ class RunLog:
                 kept.append(line)
                 self.rows.append(row)
             if self.rows and self.rows[0].get("plan") != header["plan"]:
-                raise SharpDraftError(
-                    f"{path} holds a run with other settings: give another --out, or move it away"
-                )
+                raise SharpDraftError(f"{path} holds a run with other settings: give another --out, or move it away")
             self.rows = self.rows[1:]
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
@@ -271,14 +267,11 @@ def measure_turn(
 def _masses(session: Session, first: int, policy: Policy | None, every: int) -> list[tuple[int, float]]:
     """Top-32 mass at every so many anchors, over layers, heads and proposal positions: (context, mass)."""
     found = []
-    seen = session.drafts.length
+    values: list[float] = []
     for at in range(first, len(session.tokens) - session.size, every):
-        values: list[float] = []
-        probe = replay(session, at, policy, lambda layer, mass: values.append(float(mass.mean())))
-        next(probe)
-        probe.close()
+        values.clear()
+        next(iter(replay(session, at, policy, lambda layer, mass: values.append(float(mass.mean())))))
         found.append((at, sum(values) / len(values)))
-    assert session.drafts.length == seen
     return found
 
 

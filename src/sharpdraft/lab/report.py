@@ -27,9 +27,7 @@ class Estimate:
     high: float | None = None
 
     def __str__(self) -> str:
-        return (
-            f"{self.value:.2f}" if self.low is None else f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
-        )
+        return f"{self.value:.2f}" if self.low is None else f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 @dataclass(frozen=True)
@@ -56,34 +54,32 @@ def summarise(rows: Rows, edges: Sequence[int]) -> list[Cell]:
             continue
         names = list(inside[0]["arms"]) + [n for n in inside[0]["replayed"] if n not in inside[0]["arms"]]
         for name in sorted(names, key=_order):
-            timed = name in inside[0]["arms"]
-            place = "arms" if timed else "replayed"
-            replayed = name in inside[0]["replayed"]
-            mal = gain = mass = None
-            if name != "ar":
-                mal = _estimate(inside, lambda part, n=name, p=place: _mal(part, p, n))
-            if name not in ("ar", "frozen") and "frozen" in inside[0][place]:
-                gain = _estimate(
-                    inside, lambda part, n=name, p=place: _mal(part, p, n) - _mal(part, p, "frozen")
-                )
-            if replayed and inside[0]["replayed"][name].get("mass"):
-                mass = _estimate(inside, lambda part, n=name: _mass(part, n))
-            cells.append(
-                Cell(
-                    arm=name,
-                    bucket=bucket,
-                    turns=len(inside),
-                    tokens=sum(row[place][name]["tokens"] for row in inside),
-                    speed=_estimate(inside, lambda part, n=name: _speed(part, n)) if timed else None,
-                    speedup=_estimate(inside, lambda part, n=name: _speed(part, n) / _speed(part, "ar"))
-                    if timed and name != "ar" and "ar" in inside[0]["arms"]
-                    else None,
-                    mal=mal,
-                    gain=gain,
-                    mass=mass,
-                )
-            )
+            cells.append(_cell(name, bucket, inside))
     return cells
+
+
+def _cell(name: str, bucket: int, rows: Rows) -> Cell:
+    timed, replayed = name in rows[0]["arms"], name in rows[0]["replayed"]
+    place = "arms" if timed else "replayed"
+    drafting, ar, frozen = name != "ar", "ar" in rows[0]["arms"], "frozen" in rows[0][place]
+    massed = replayed and bool(rows[0]["replayed"][name].get("mass"))
+
+    def over(of: Callable[[Rows], float], wanted: bool) -> Estimate | None:
+        return _estimate(rows, of) if wanted else None
+
+    return Cell(
+        arm=name,
+        bucket=bucket,
+        turns=len(rows),
+        tokens=sum(row[place][name]["tokens"] for row in rows),
+        speed=over(lambda part: _speed(part, name), timed),
+        speedup=over(lambda part: _speed(part, name) / _speed(part, "ar"), timed and drafting and ar),
+        mal=over(lambda part: _mal(part, place, name), drafting),
+        gain=over(
+            lambda part: _mal(part, place, name) - _mal(part, place, "frozen"), drafting and frozen and name != "frozen"
+        ),
+        mass=over(lambda part: _mass(part, name), massed),
+    )
 
 
 def _order(name: str) -> tuple[int, float, str]:
@@ -176,8 +172,8 @@ def figure(cells: Sequence[Cell], edges: Sequence[int], path: Path, title: str) 
     buckets = sorted({c.bucket for c in cells})
     # One colour an arm in every panel; grey for the baseline, blue to red for what is compared.
     fixed = {"ar": "#7f7f7f", "frozen": "#1f77b4", "sharpdraft": "#d62728"}
-    spare = iter(plt.get_cmap("tab20").colors[4:])
-    colours = {name: fixed.get(name) or next(spare) for name in arms}
+    spare = plt.get_cmap("Dark2")
+    colours = {name: fixed.get(name, spare(i % 8)) for i, name in enumerate(arms)}
     for axis, (heading, get) in zip(axes[0], panels, strict=True):
         for number, name in enumerate(arms):
             points = [(c.bucket, e) for c in cells if c.arm == name and (e := get(c)) is not None]
@@ -190,9 +186,7 @@ def figure(cells: Sequence[Cell], edges: Sequence[int], path: Path, title: str) 
             if all(e.low is not None and e.high is not None for _, e in points):
                 low = y - np.array([e.low for _, e in points], dtype=float)
                 high = np.array([e.high for _, e in points], dtype=float) - y
-                axis.errorbar(
-                    x, y, yerr=np.maximum([low, high], 0), fmt="none", color=colours[name], alpha=0.4
-                )
+                axis.errorbar(x, y, yerr=np.maximum([low, high], 0), fmt="none", color=colours[name], alpha=0.4)
         axis.set_xticks(range(len(buckets)), [label(b, edges) for b in buckets])
         axis.set_xlabel("context length, tokens")
         axis.set_title(heading)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load as load_tensors
@@ -65,18 +66,13 @@ def from_file(path: Path, answer_tokens: int) -> list[Task]:
                 row = json.loads(line)
             except ValueError as error:
                 raise SharpDraftError(f"{path}, line {number}: not JSON ({error})") from error
-        turns, name = [line], f"line-{number}"
+        turns: Any = [line]
+        name = f"line-{number}"
         if isinstance(row, dict):
             turns = row["turns"] if "turns" in row else [row.get("prompt")]
             name = str(row.get("name", name))
-        if (
-            not isinstance(turns, list)
-            or not turns
-            or not all(isinstance(t, str) and t.strip() for t in turns)
-        ):
-            raise SharpDraftError(
-                f'{path}, line {number}: needs "prompt" (text) or "turns" (a list of texts)'
-            )
+        if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
+            raise SharpDraftError(f'{path}, line {number}: needs "prompt" (text) or "turns" (a list of texts)')
         tasks.append(Task(name, tuple(turns), answer_tokens))
     if not tasks:
         raise SharpDraftError(f"{path} holds no prompt: write one a line, or JSON lines with prompt or turns")

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ..attention import attend
+from ..attention import additive, attend
 from ..drafters.dflash import ARCHITECTURE, save
 from ..target import Target
 
@@ -71,11 +71,10 @@ class TrainableDFlash(nn.Module):
         nn.init.normal_(self.fc.weight, std=0.02)
         self.fc.weight[:, -self.hidden :] += torch.eye(self.hidden, device=self.fc.weight.device)
         for block, source in zip(self.layers, recipe.start_layers, strict=True):
+            assert isinstance(block, _Block)
             layer = target.layers[source]
             sizes = (self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim)
-            for name, weight in zip(
-                ("q_proj", "k_proj", "v_proj"), layer.qkv.weight.float().split(sizes), strict=True
-            ):
+            for name, weight in zip(("q_proj", "k_proj", "v_proj"), layer.qkv.weight.float().split(sizes), strict=True):
                 getattr(block.self_attn, name).weight.copy_(weight)
             block.self_attn.o_proj.weight.copy_(layer.out.weight.float())
             gate, up = layer.gate_up.weight.float().chunk(2)
@@ -93,7 +92,7 @@ class TrainableDFlash(nn.Module):
         length = features.shape[1]
         context = self.hidden_norm(F.linear(features, self.fc.weight / self.scale))
         at = (anchors[..., None] + torch.arange(size, device=anchors.device)).view(batch, count * size)
-        mask = block_mask(anchors, size, length)[:, None]
+        mask = additive(block_mask(anchors, size, length), context.dtype)[:, None]
         tables = [(table[:length], table[at][:, None]) for table in (self.rotary.cos, self.rotary.sin)]
         hidden = blocks.reshape(batch, count * size, width)
         for layer in self.layers:
@@ -136,9 +135,7 @@ class _Block(nn.Module):
         self.input_layernorm = _Norm(hidden, eps=eps)
         self.post_attention_layernorm = _Norm(hidden, eps=eps)
 
-    def forward(
-        self, hidden: Tensor, context: Tensor, tables: Sequence[tuple[Tensor, Tensor]], mask: Tensor
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, context: Tensor, tables: Sequence[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
         (context_cos, cos), (context_sin, sin) = tables
         attn, mlp = self.self_attn, self.mlp
 
@@ -199,9 +196,7 @@ class Batch:
     valid: Tensor
 
 
-def draw(
-    corpus: Corpus, rows: Sequence[int], recipe: Recipe, width: int, generator: torch.Generator
-) -> Batch:
+def draw(corpus: Corpus, rows: Sequence[int], recipe: Recipe, width: int, generator: torch.Generator) -> Batch:
     """Blocks at random anchors: a position is trained while everything from its anchor on was the target's
     own greedy choice, since only then is it what the target would verify."""
     tokens, written = corpus.tokens[list(rows)], corpus.written[list(rows)]

@@ -47,12 +47,9 @@ def distil_dflash(
         text.mkdir(parents=True, exist_ok=True)
         waves = max(1, round(tokens / (batch * context)))
         held = [
-            _wave(target, tokenizer, text, i, True, batch, context, recipe, progress)
-            for i in range(_HELD_OUT_WAVES)
+            _wave(target, tokenizer, text, i, True, batch, context, recipe, progress) for i in range(_HELD_OUT_WAVES)
         ]
-        train = [
-            _wave(target, tokenizer, text, i, False, batch, context, recipe, progress) for i in range(waves)
-        ]
+        train = [_wave(target, tokenizer, text, i, False, batch, context, recipe, progress) for i in range(waves)]
         trainer = Trainer(target, recipe, Corpus(train), Corpus(held), out)
         trainer.resume()
         with progress(recipe.steps, "training") as (bar, task):
@@ -62,34 +59,24 @@ def distil_dflash(
                 nonlocal held_text
                 if "held_mal" in row:
                     held_text = f", held out {row['held_mal']:.2f}"
-                bar.update(
-                    task, completed=row["step"], description=f"training: MAL {row['mal']:.2f}{held_text}"
-                )
+                bar.update(task, completed=row["step"], description=f"training: MAL {row['mal']:.2f}{held_text}")
 
             trainer.run(on_step)
         trainer.export(out / "drafter")
     except SafetensorError as error:
-        raise SharpDraftError(
-            f"a wave in {out / 'text'} is corrupt ({error}): remove it and run again"
-        ) from error
+        raise SharpDraftError(f"a wave in {out / 'text'} is corrupt ({error}): remove it and run again") from error
     except OSError as error:
-        raise SharpDraftError(
-            f"cannot write to {out} ({error}): make room and run the same command again"
-        ) from error
+        raise SharpDraftError(f"cannot write to {out} ({error}): make room and run the same command again") from error
     return out / "drafter"
 
 
-def record_sessions(
-    target_name: str, out: Path, *, length: int, device: str | None, progress: ProgressBar
-) -> None:
+def record_sessions(target_name: str, out: Path, *, length: int, device: str | None, progress: ProgressBar) -> None:
     """Write the built-in sessions' texts: tokens uint16 and turns int32 [turns, 3] (see lab.tasks.Turn) of each."""
     target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype(), pack=False)
     if length > target.max_positions:
         raise SharpDraftError(f"--length {length}: this target takes at most {target.max_positions} tokens")
     tasks = built_in()
-    turns = [
-        [chat_tokens(tokenizer, turn, first=i == 0) for i, turn in enumerate(task.turns)] for task in tasks
-    ]
+    turns = [[chat_tokens(tokenizer, turn, first=i == 0) for i, turn in enumerate(task.turns)] for task in tasks]
     with progress(length, "recording") as (bar, task_id):
         wave = write_wave(
             target,

@@ -23,7 +23,10 @@ def sessions(seed: int, *, held_out: bool = False) -> Iterator[list[str]]:
     }
     rng = random.Random(f"{seed}-{held_out}")
     while True:
-        turns = rng.choice(data["sessions"])
         # A name and the things it owns stay the same through a session; other slots are drawn anew.
-        fixed = {slot: rng.choice(values[slot]) for slot in ("name", "item")}
-        yield [_SLOT.sub(lambda m: fixed.get(m[1]) or rng.choice(values[m[1]]), turn) for turn in turns]
+        fixed = {slot: [rng.choice(values[slot])] for slot in ("name", "item")}
+        yield [_filled(turn, {**values, **fixed}, rng) for turn in rng.choice(data["sessions"])]
+
+
+def _filled(turn: str, values: dict[str, list[str]], rng: random.Random) -> str:
+    return _SLOT.sub(lambda slot: rng.choice(values[slot[1]]), turn)

@@ -91,20 +91,16 @@ def write_wave(
             if ended or len(answers[row]) >= _ANSWER_LIMIT or _loops(answers[row]):
                 turn[row] += 1
                 session = turns[row]
-                forced[row] = ([] if ended else [end_of_turn]) + session[turn[row] % len(session)]
+                forced[row] = ([] if ended else [end_of_turn]) + list(session[turn[row] % len(session)])
                 answers[row] = []
                 left[row] = starts[(turn[row] + row) % len(starts)]
-        logits, tapped, final = target.forward(
-            tokens[:, step : step + 1].long().to(target.device), cache, taps or ()
-        )
+        logits, tapped, final = target.forward(tokens[:, step : step + 1].long().to(target.device), cache, taps or ())
         if taps is not None:
             wave["features"][:, step] = torch.cat([*tapped, final], dim=-1)[:, 0].clamp(-65000, 65000)
         choice = logits[:, 0].argmax(-1).cpu()
         sample = torch.tensor([row for row in range(count) if left[row] > 0], dtype=torch.long)
         if len(sample):
-            choice[sample] = torch.multinomial(logits[sample, 0].cpu().softmax(-1), 1, generator=generator)[
-                :, 0
-            ]
+            choice[sample] = torch.multinomial(logits[sample, 0].cpu().softmax(-1), 1, generator=generator)[:, 0]
         chosen = choice.tolist()
         on_step(step)
     return wave
