@@ -37,7 +37,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> 
     """Grouped attention without repeated Keys: the Queries of one group are rows of one product.
 
     query [batch, heads, rows, head_dim]; keys, values [batch, kv_heads, length, head_dim]; mask
-    [..., rows, length], bool (True is visible) or additive, or None (all visible). Returns [batch, rows, heads * head_dim].
+    [..., rows, length], bool (True is visible) or additive, or None (all visible).
+    Returns [batch, rows, heads * head_dim].
     """
     batch, heads, rows, dim = query.shape
     kv_heads = keys.shape[1]

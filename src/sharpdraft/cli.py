@@ -38,7 +38,7 @@ out = Console()
 err = Console(stderr=True)
 
 _BUILT_IN = "smollm2-135m-instruct"
-_ARMS = "ar, frozen, sharpdraft, sharpdraft@N0, fixed@SCALE"
+_ARMS = "ar, frozen, sharpdraft, sharpdraft@N0, fixed@SCALE, window@KEYS"
 
 
 def _option(default: object, *names: str, help: str, shown: str | None = None, least: int | None = None) -> Any:
@@ -295,12 +295,16 @@ def train_dflash(
 
 @app.command()
 def record(
-    out_file: Path = RECORD_OUT, target: str = TARGET, length: int = LENGTH, device: str | None = DEVICE
+    out_file: Path = RECORD_OUT,
+    target: str = TARGET,
+    sessions: int | None = SESSIONS,
+    length: int = LENGTH,
+    device: str | None = DEVICE,
 ) -> None:
     """Let a target write the built-in sessions once, so that a bench can start deep inside them."""
     from .train.pipeline import record_sessions
 
-    record_sessions(target, out_file, length=length, device=device, progress=_progress)
+    record_sessions(target, out_file, sessions=sessions, length=length, device=device, progress=_progress)
     typer.echo(out_file)
 
 

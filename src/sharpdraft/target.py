@@ -41,7 +41,8 @@ class Target:
         """Take over the weights of a transformers causal LM (Llama, Qwen2 or Qwen3 architecture).
 
         weight_dtype: run layers in another dtype than the model's; the residual stream and the head keep
-        the model's, so that close logits stay apart. pack: keep a second copy of float32 CPU weights laid out for few rows.
+        the model's, so that close logits stay apart. pack: keep a second copy of float32 CPU weights that is
+        laid out for few rows.
 
         Raises SharpDraftError for an architecture without a forward here.
         """
@@ -114,8 +115,8 @@ class Target:
         taps: ids of layers whose output hidden states are wanted. logits_from: first row whose
         logits are computed (negative counts from the end, as in slicing).
 
-        Returns logits [batch, rows - logits_from, vocab], the tapped hidden states (each [batch, rows, hidden])
-        and the final normed hidden states [batch, rows - logits_from, hidden].
+        Returns logits [batch, rows - logits_from, vocab], the tapped hidden states in the order asked
+        (each [batch, rows, hidden]) and the final normed ones [batch, rows - logits_from, hidden].
         """
         past, rows = cache.length, ids.shape[1]
         if past + rows > cache.capacity:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,14 @@ class DFlash:
             except (SafetensorError, OSError) as error:
                 raise SharpDraftError(f"{file} is truncated or corrupt ({error}): download it again") from error
         return cls(config, tensors, target)
+
+    def windowed(self, window: int) -> DFlash:
+        """The same drafter with every full layer seeing only the last `window` Keys: the rival that keeps their
+        number small by dropping them. Shares the weights; caches are interchangeable."""
+        other = copy(self)
+        other.kinds = tuple(kind if kind.window else replace(kind, window=window) for kind in self.kinds)
+        other.layers = [replace(x, kind=kind) for x, kind in zip(self.layers, other.kinds, strict=True)]
+        return other
 
     def _check_target(self, config: Mapping[str, Any], target: Target) -> None:
         def mismatch(what: str, ours: object, theirs: object) -> SharpDraftError:

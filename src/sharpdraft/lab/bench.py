@@ -19,11 +19,13 @@ from typing import Any
 import torch
 
 from ..decode.loop import Round, Session, replay
+from ..drafters.dflash import DFlash
 from ..errors import SharpDraftError
 from ..scale import Constant, FixedSlope, Policy
 from .tasks import Recording, Task
 
 EDGES = (512, 1024, 2048, 4096, 8192)
+KNOWN_ARMS = "ar, frozen, sharpdraft, sharpdraft@N0, fixed@SCALE, window@KEYS"
 
 
 @dataclass(frozen=True)
@@ -33,23 +35,32 @@ class Arm:
     name: str
     drafting: bool
     policy: Policy | None = None
+    window: int | None = None
+
+    def set(self, session: Session, drafter: DFlash | None) -> None:
+        """Make a session whose drafter is `drafter` decode this way."""
+        session.drafting, session.policy = self.drafting, self.policy
+        session.drafter = drafter.windowed(self.window) if drafter is not None and self.window else drafter
 
 
 def arm(name: str, recommended: FixedSlope) -> Arm:
     """An arm by name: `ar`, `frozen`, `sharpdraft` (the drafter's recommended policy), `sharpdraft@512`
-    (another N0), `fixed@1.2` (one scale at every length). Raises SharpDraftError for anything else."""
+    (another N0), `fixed@1.2` (one scale at every length), `window@512` (Frozen, seeing the last Keys only).
+    Raises SharpDraftError for anything else."""
     if name == "ar":
         return Arm(name, drafting=False)
     if name == "frozen":
         return Arm(name, drafting=True)
     if name == "sharpdraft":
         return Arm(name, drafting=True, policy=recommended)
-    found = re.fullmatch(r"(sharpdraft|fixed)@([0-9.]+)", name)
+    found = re.fullmatch(r"(sharpdraft|fixed|window)@([0-9.]+)", name)
     if found is None:
-        raise SharpDraftError(f"unknown arm '{name}': known are ar, frozen, sharpdraft, sharpdraft@N0, fixed@SCALE")
+        raise SharpDraftError(f"unknown arm '{name}': known are {KNOWN_ARMS}")
     try:
         if found[1] == "fixed":
             return Arm(name, drafting=True, policy=Constant(float(found[2])))
+        if found[1] == "window":
+            return Arm(name, drafting=True, window=int(found[2]))
         other = recommended.with_reference(int(found[2]))
         return Arm(name, drafting=True, policy=other)
     except ValueError as error:
@@ -222,12 +233,13 @@ def measure_turn(
 ) -> dict[str, Any]:
     """Answer one prompt with every arm; leaves the session behind AR's answer (the first arm's without AR)."""
     start = len(session.tokens)
+    drafter = session.drafter
     shift = number % len(plan.timed)
     arms: dict[str, dict[str, Any]] = {}
     answers: dict[str, list[int]] = {}
     for chosen in (*plan.timed[shift:], *plan.timed[:shift]):
         session.rewind(start)
-        session.drafting, session.policy = chosen.drafting, chosen.policy
+        chosen.set(session, drafter)
         on_progress(f"{chosen.name} at {start} tokens")
         began = time.perf_counter()
         rounds = list(session.generate(prompt, answer_tokens, stop))
@@ -243,7 +255,7 @@ def measure_turn(
             gap = _logit_gap(session, start, [*prompt, *text[:at]], text[at], answer[at])
             differences[name] = {"at": at, "gap": gap}
     session.rewind(start)
-    session.drafting = True
+    session.drafting, session.drafter = True, drafter
     session.read([*prompt, *text])
     session.cache.length = session.drafts.length = len(session.tokens) - 1
     row: dict[str, Any] = {
@@ -255,12 +267,14 @@ def measure_turn(
     }
     for chosen in plan.replayed:
         on_progress(f"replaying {chosen.name} at {start} tokens")
+        chosen.set(session, drafter)
         rounds = list(replay(session, start + len(prompt), chosen.policy))
         row["replayed"][chosen.name] = _summary(rounds)
         if plan.masses_every:
             row["replayed"][chosen.name]["mass"] = _masses(
                 session, start + len(prompt), chosen.policy, plan.masses_every
             )
+    session.drafter = drafter
     return row
 
 

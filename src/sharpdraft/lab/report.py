@@ -84,7 +84,7 @@ def _cell(name: str, bucket: int, rows: Rows) -> Cell:
 
 def _order(name: str) -> tuple[int, float, str]:
     kind, _, number = name.partition("@")
-    return (["ar", "frozen", "sharpdraft", "fixed"].index(kind), float(number or 0), name)
+    return (["ar", "frozen", "sharpdraft", "fixed", "window"].index(kind), float(number or 0), name)
 
 
 def _estimate(rows: Rows, of: Callable[[Rows], float]) -> Estimate:

@@ -33,10 +33,10 @@ class Recipe:
     taps: tuple[int, ...] = (1, 8, 15, 22, 28)
     start_layers: tuple[int, ...] = (9, 19, 29)
     mask_token: int = 4
-    steps: int = 2400
-    sequences: int = 16
+    steps: int = 3600
+    sequences: int = 8
     anchors: int = 40
-    rate: float = 1e-3
+    rate: float = 1.5e-3
     warmup: int = 100
     # Position i of a block is worth exp(-(i - 1) / decay): a later token counts only if all before it hold.
     decay: float = 3.0

@@ -16,8 +16,8 @@ from ..errors import SharpDraftError
 from ..lab.tasks import built_in, turns_of
 from ..models import load_target
 from ..target import Target
+from . import prompts
 from .dflash import Corpus, Recipe, Trainer
-from .prompts import sessions
 from .sessions import chat_tokens, save_wave, session_turns, write_wave
 
 ProgressBar = Callable[[int, str], AbstractContextManager[tuple[Any, Any]]]
@@ -70,12 +70,14 @@ def distil_dflash(
     return out / "drafter"
 
 
-def record_sessions(target_name: str, out: Path, *, length: int, device: str | None, progress: ProgressBar) -> None:
+def record_sessions(
+    target_name: str, out: Path, *, sessions: int | None, length: int, device: str | None, progress: ProgressBar
+) -> None:
     """Write the built-in sessions' texts: tokens uint16 and turns int32 [turns, 3] (see lab.tasks.Turn) of each."""
-    target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype(), pack=False)
+    target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype())
     if length > target.max_positions:
         raise SharpDraftError(f"--length {length}: this target takes at most {target.max_positions} tokens")
-    tasks = built_in()
+    tasks = built_in()[:sessions]
     turns = [[chat_tokens(tokenizer, turn, first=i == 0) for i, turn in enumerate(task.turns)] for task in tasks]
     with progress(length, "recording") as (bar, task_id):
         wave = write_wave(
@@ -108,7 +110,7 @@ def _wave(
     path = folder / f"{'held' if held_out else 'wave'}-{index:03d}.safetensors"
     if path.exists():
         return path
-    turns = session_turns(sessions(index, held_out=held_out), tokenizer, batch)
+    turns = session_turns(prompts.sessions(index, held_out=held_out), tokenizer, batch)
     with progress(context, f"writing text, {path.stem}") as (bar, task):
         wave = write_wave(
             target,
