@@ -117,6 +117,7 @@ def test_drafts_equal_zlab(zlab: ModuleType, tiny: Tiny, layers: str) -> None:
     assert len(seen) > 10
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
 @pytest.mark.parametrize("layers", LAYERS)
 def test_rounds_equal_zlab(zlab: ModuleType, llama: Tiny, layers: str) -> None:
     config = drafter_config(**LAYERS[layers])
@@ -135,7 +136,7 @@ def test_rounds_equal_zlab(zlab: ModuleType, llama: Tiny, layers: str) -> None:
         # At the very end z-lab drafts one token more than can be written, which changes what the others guess.
         whole = [r for r in rounds if r.context + session.size < prompt + count]
         assert [len(r.tokens) for r in whole] == peers.acceptance_lengths[: len(whole)]
-        assert len(whole) > 10
+        assert len(whole) > 10 and max(peers.acceptance_lengths) > 1
 
 
 def test_zlabs_checkpoint_loads_here(zlab: ModuleType, llama: Tiny, tmp_path: Path) -> None:
@@ -145,11 +146,8 @@ def test_zlabs_checkpoint_loads_here(zlab: ModuleType, llama: Tiny, tmp_path: Pa
     loaded, direct = DFlash.load(tmp_path, llama.target), DFlash(config, tensors, llama.target)
     assert (loaded.kinds, loaded.taps, loaded.block_size) == (direct.kinds, direct.taps, direct.block_size)
     assert loaded.kinds == (LayerKind(True, 24), LayerKind(False, None))
-    for drafter in (loaded, direct):
-        session = Session(llama.target, drafter)
-        list(session.generate(llama.text[:PROMPT], 30))
-        drafter.keys = session.drafts.keys[..., :49, :]  # type: ignore[attr-defined]
-    assert torch.equal(loaded.keys, direct.keys)  # type: ignore[attr-defined]
+    keys, again = (read(drafter, llama.text[:50]).keys[..., :50, :] for drafter in (loaded, direct))
+    assert torch.equal(keys, again)
 
 
 def test_our_checkpoint_loads_in_zlab(zlab: ModuleType, tmp_path: Path) -> None:
@@ -164,6 +162,7 @@ def test_our_checkpoint_loads_in_zlab(zlab: ModuleType, tmp_path: Path) -> None:
     assert (model.block_size, model.mask_token_id, model.target_layer_ids) == (BLOCK, 3, [0, 2])
 
 
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
 def test_sharded_checkpoint_and_embedding_scale(zlab: ModuleType, llama: Tiny, tmp_path: Path) -> None:
     config = drafter_config(input_embedding_scale=2.5)
     tensors = drafter_tensors(config)
@@ -301,6 +300,28 @@ def test_probe_measures_the_top_mass(llama: Tiny) -> None:
     torch.testing.assert_close(found[0], top[:, 1:], rtol=1e-4, atol=1e-5)
 
 
+def test_windowed_is_a_drafter_with_windows_on_the_same_weights(llama: Tiny) -> None:
+    """What a windowed copy drafts and how it is counted, against a checkpoint that has the window in its config."""
+    for own, window in (("full", 24), ("full", 3), ("causal", 40), ("mixed", 30)):
+        whole = make_drafter(llama.target, **LAYERS[own])
+        windowed = whole.windowed(window)
+        kinds = [k if k.window else LayerKind(k.causal, window) for k in whole.kinds]
+        assert windowed.kinds == tuple(kinds)
+        cache = read(whole, llama.text[:120])
+        before = masses(whole, cache, llama.text[120], None)
+        limits: dict[str, Any] = {"use_sliding_window": True, "sliding_window": window, "layer_types": [SLIDING] * 2}
+        if own != "mixed":  # One window for all of them: a checkpoint can say that.
+            direct = make_drafter(llama.target, **limits, is_causal=own == "causal")
+            for policy in (None, FixedSlope(33, slope=1.0, max_scale=9.0)):
+                found, expected = (masses(d, cache, llama.text[120], policy) for d in (windowed, direct))
+                torch.testing.assert_close(found, expected)
+                drafts = [d.propose(cache, llama.text[120], BLOCK - 1, policy).tolist() for d in (windowed, direct)]
+                assert drafts[0] == drafts[1]
+        assert not torch.equal(before[1], masses(windowed, cache, llama.text[120], None)[1])
+        after = masses(whole, cache, llama.text[120], None)
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the drafter itself must not change"
+
+
 # Counts
 
 
@@ -369,7 +390,7 @@ def error_of(folder: Path, target: Target) -> str:
     [
         ({"hidden_size": 48}, "its hidden size is 48, the target's 32"),
         ({"vocab_size": 65}, "its vocabulary size is 65, the target's 64"),
-        ({"vocab_size": None}, "its vocabulary size is None, the target's 64"),
+        ({"vocab_size": None}, "config.json is not one of a DFlash checkpoint"),
         ({"num_target_layers": 36}, "its number of target layers is 36, the target's 4"),
         ({"target_layer_ids": [0, 4]}, "its list of target layer ids is [0, 4], the target's layers are 0 to 3"),
         ({"target_layer_ids": [-1, 2]}, "its list of target layer ids is [-1, 2]"),

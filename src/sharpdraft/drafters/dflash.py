@@ -86,26 +86,14 @@ class DFlash:
 
         Raises SharpDraftError if the drafter is not for this target or the checkpoint is not whole.
         """
-        dflash = config.get("dflash_config") or {}
-        parsed = Qwen3Config(**{k: v for k, v in config.items() if k not in ("architectures", "auto_map")})
         self.target = target
-        self.block_size = int(dflash.get("block_size", config.get("block_size", 16)))
-        self.hidden_size: int = parsed.hidden_size
-        self.num_layers: int = parsed.num_hidden_layers
-        self.heads: int = parsed.num_attention_heads
-        self.kv_heads: int = parsed.num_key_value_heads
-        self.head_dim: int = parsed.head_dim
-        self.eps: float = parsed.rms_norm_eps
-        self.max_positions: int = parsed.max_position_embeddings
-        self.embedding_scale = float(dflash.get("input_embedding_scale", config.get("input_embedding_scale", 1.0)))
-        self.mask_token = _integer(dflash.get("mask_token_id", config.get("mask_token_id")), "mask_token_id")
-        layer_ids = dflash.get("target_layer_ids", config.get("target_layer_ids"))
-        if not layer_ids:
-            raise SharpDraftError(
-                "the drafter's config has no dflash_config.target_layer_ids: is it a DFlash checkpoint?"
-            )
-        self.taps = tuple(int(i) for i in layer_ids)
-        self.kinds = tuple(_layer_kind(config, dflash, parsed.sliding_window, i) for i in range(self.num_layers))
+        try:
+            parsed = self._read_config(config)
+        except SharpDraftError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise SharpDraftError(f"the drafter's config.json is not one of a DFlash checkpoint: {reason}") from error
         self._check_target(config, target)
 
         dtype, device = target.dtype, target.device
@@ -142,6 +130,28 @@ class DFlash:
         self.k_norms = torch.stack([layer.k_norm for layer in self.layers])[:, None, None]
         self.rotary = Rotary(Qwen3RotaryEmbedding(parsed), max(self.max_positions, target.max_positions), device)
 
+    def _read_config(self, config: Mapping[str, Any]) -> Qwen3Config:
+        dflash = config.get("dflash_config") or {}
+        parsed = Qwen3Config(**{k: v for k, v in config.items() if k not in ("architectures", "auto_map")})
+        self.block_size = int(dflash.get("block_size", config.get("block_size", 16)))
+        self.hidden_size: int = parsed.hidden_size
+        self.num_layers: int = parsed.num_hidden_layers
+        self.heads: int = parsed.num_attention_heads
+        self.kv_heads: int = parsed.num_key_value_heads
+        self.head_dim: int = parsed.head_dim
+        self.eps: float = parsed.rms_norm_eps
+        self.max_positions: int = parsed.max_position_embeddings
+        self.embedding_scale = float(dflash.get("input_embedding_scale", config.get("input_embedding_scale", 1.0)))
+        self.mask_token = _integer(dflash.get("mask_token_id", config.get("mask_token_id")), "mask_token_id")
+        layer_ids = dflash.get("target_layer_ids", config.get("target_layer_ids"))
+        if not layer_ids:
+            raise SharpDraftError(
+                "the drafter's config has no dflash_config.target_layer_ids: is it a DFlash checkpoint?"
+            )
+        self.taps = tuple(int(i) for i in layer_ids)
+        self.kinds = tuple(_layer_kind(config, dflash, parsed, i) for i in range(self.num_layers))
+        return parsed
+
     @classmethod
     def load(cls, directory: Path, target: Target) -> DFlash:
         """Read a published checkpoint directory. Raises SharpDraftError for anything that does not fit."""
@@ -150,6 +160,8 @@ class DFlash:
             config = json.loads(config_path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise SharpDraftError(f"cannot read the drafter's {config_path}: {error}") from error
+        if not isinstance(config, dict):
+            raise SharpDraftError(f"cannot read the drafter's {config_path}: it holds no JSON object")
         architectures = config.get("architectures") or []
         if ARCHITECTURE not in architectures:
             raise SharpDraftError(
@@ -296,19 +308,18 @@ def save(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tenso
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _layer_kind(
-    config: Mapping[str, Any], dflash: Mapping[str, Any], sliding_window: int | None, layer: int
-) -> LayerKind:
+def _layer_kind(config: Mapping[str, Any], dflash: Mapping[str, Any], parsed: Qwen3Config, layer: int) -> LayerKind:
     """Causality and window of a layer, in the order of precedence that vLLM and z-lab's package agree on."""
-    types = config.get("layer_types")
-    every_sliding = bool(dflash.get("use_swa", False)) and "sliding_attention" not in (types or ())
-    sliding = every_sliding or (bool(types) and types[layer] == "sliding_attention")  # type: ignore[index]
+    # Where the file names no types, max_window_layers says from which layer on a window slides.
+    types = parsed.layer_types
+    every_sliding = bool(dflash.get("use_swa", False)) and "sliding_attention" not in types
+    sliding = every_sliding or types[layer] == "sliding_attention"
     causal = config.get("is_causal")
     if causal is None:
         causal = dflash.get("causal")
     if causal is None:
-        causal = bool(types) and types[layer] == "sliding_attention"  # type: ignore[index]
-    window = dflash.get("swa_window_size", sliding_window) if sliding else None
+        causal = types[layer] == "sliding_attention"
+    window = dflash.get("swa_window_size", parsed.sliding_window) if sliding else None
     if sliding and window is None:
         raise SharpDraftError(
             "the drafter has sliding-window layers but its config gives no sliding_window (with use_sliding_window)"

@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 
 from ..attention import additive, attend
 from ..drafters.dflash import ARCHITECTURE, save
+from ..errors import SharpDraftError
 from ..target import Target
 
 
@@ -68,7 +72,8 @@ class TrainableDFlash(nn.Module):
     @torch.no_grad()
     def _start_from(self, target: Target, recipe: Recipe) -> None:
         """Start from layers of the target, and from its last tap passed through."""
-        nn.init.normal_(self.fc.weight, std=0.02)
+        generator = torch.Generator(self.fc.weight.device).manual_seed(recipe.seed)
+        nn.init.normal_(self.fc.weight, std=0.02, generator=generator)
         self.fc.weight[:, -self.hidden :] += torch.eye(self.hidden, device=self.fc.weight.device)
         for block, source in zip(self.layers, recipe.start_layers, strict=True):
             assert isinstance(block, _Block)
@@ -174,6 +179,8 @@ class Corpus:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.files = [safe_open(str(path), framework="pt") for path in paths]
+        if len({f.get_slice("features").get_shape()[1] for f in self.files}) > 1:
+            raise SharpDraftError(f"{paths[0].parent} holds sessions of different lengths: remove those of another run")
         self.tokens = torch.cat([f.get_tensor("tokens") for f in self.files]).long()
         self.written = torch.cat([f.get_tensor("written") for f in self.files])
         self.places = [(f, row) for f in self.files for row in range(f.get_slice("tokens").get_shape()[0])]
@@ -260,6 +267,25 @@ def head_loss(
     return total, gradient, choice
 
 
+@contextmanager
+def _interrupt_noted() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C is noted, not raised, so that no step is left half done. Outside the main thread it stays as it is."""
+    noted = False
+
+    def note(*_: object) -> None:
+        nonlocal noted
+        noted = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Trainer:
     """Training with a held-out curve, checkpoints that a later run goes on from, and a log as JSON lines."""
 
@@ -308,7 +334,8 @@ class Trainer:
 
         The others are drawn anew each step: left out for good, nothing would ever push them down.
         """
-        drawn = torch.randint(len(self.rare), (self.recipe.negatives,), generator=self.generator)
+        count = self.recipe.negatives if len(self.rare) else 0
+        drawn = torch.randint(max(len(self.rare), 1), (count,), generator=self.generator)
         ids = torch.cat((self.common, self.rare[drawn]))
         place = torch.zeros(self.target.vocab_size, dtype=torch.long)
         place[self.common] = torch.arange(len(self.common))
@@ -376,7 +403,11 @@ class Trainer:
 
     def save(self) -> None:
         partial = self.out / "state.partial"
-        torch.save(self.state(), partial)
+        try:
+            torch.save(self.state(), partial)
+        except RuntimeError as error:  # what torch makes of a full disk
+            partial.unlink(missing_ok=True)
+            raise OSError(f"{partial}: {error}") from error
         os.replace(partial, self.out / "state.pt")
 
     def resume(self) -> bool:
@@ -384,6 +415,8 @@ class Trainer:
         if not path.exists():
             return False
         state = torch.load(path, map_location="cpu", weights_only=True)
+        if {**state["recipe"], "steps": 0} != {**asdict(self.recipe), "steps": 0}:
+            raise SharpDraftError(f"{path} was trained by another recipe: give another --out, or remove it")
         self.module.load_state_dict(state["module"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -431,10 +464,17 @@ class Trainer:
         )
 
     def run(self, on_step: Callable[[dict[str, float]], None] = lambda row: None, every: int = 200) -> None:
-        """Train to the recipe's last step, evaluating and saving every `every` steps."""
-        with open(self.out / "log.jsonl", "a", encoding="utf-8") as log:
+        """Train to the recipe's last step, evaluating and saving every `every` steps.
+
+        Ctrl-C ends it after the step under way, saved, with KeyboardInterrupt. Raises OSError for a full disk;
+        what was saved last stays.
+        """
+        with open(self.out / "log.jsonl", "a", encoding="utf-8") as log, _interrupt_noted() as interrupted:
             started = time.perf_counter()
             while self.step < self.recipe.steps:
+                if interrupted():
+                    self.save()
+                    raise KeyboardInterrupt
                 row: dict[str, object] = dict(self.train_step())
                 row["step"] = self.step
                 on_step(row)  # type: ignore[arg-type]

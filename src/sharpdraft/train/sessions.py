@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -117,7 +118,11 @@ def _loops(answer: list[int]) -> bool:
 def save_wave(wave: dict[str, Tensor], path: Path) -> None:
     """Write a wave whole or not at all."""
     partial = path.with_suffix(".partial")
-    save_file(wave, str(partial))
+    try:
+        save_file(wave, str(partial))
+    except SafetensorError as error:  # what safetensors makes of a full disk
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{partial}: {error}") from error
     os.replace(partial, path)
 
 
