@@ -52,7 +52,12 @@ def main() -> None:
                 session.rewind(0)
                 rounds = list(session.generate(prompt, options.tokens))[1:]
                 seconds = sum(r.draft_seconds + r.verify_seconds for r in rounds)
-                measured[who] = (session.tokens[len(prompt) :], [len(r.tokens) for r in rounds], seconds, session.prefill_seconds)
+                measured[who] = (
+                    session.tokens[len(prompt) :],
+                    [len(r.tokens) for r in rounds],
+                    seconds,
+                    session.prefill_seconds,
+                )
             else:
                 done = dflash_generate(
                     peer, peer_target, torch.tensor([prompt]), options.tokens, None, return_stats=True

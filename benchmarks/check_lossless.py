@@ -39,7 +39,9 @@ def main() -> None:
             start, answer = row["context"], torch.tensor([row["tokens"]])
             for at in range(cache.get_seq_length(), start - 1, 512):
                 model(tokens[:, at : min(at + 512, start - 1)], past_key_values=cache)
-            logits = model(torch.cat((tokens[:, start - 1 : start], answer[:, :-1]), 1), past_key_values=cache).logits[0]
+            logits = model(torch.cat((tokens[:, start - 1 : start], answer[:, :-1]), 1), past_key_values=cache).logits[
+                0
+            ]
             top = logits.max(-1)
             for i in (top.indices != answer[0]).nonzero()[:, 0].tolist():
                 gap = float(top.values[i] - logits[i, answer[0, i]])
@@ -63,8 +65,12 @@ def main() -> None:
                     differences.append(f"{name}, turn {row['turn']}: generate wrote other tokens")
                 cache.crop(-(cache.get_seq_length() - (start - 1)))
     against = sum(len(row["differences"]) for row in rows)
-    print(f"{checked} tokens against transformers' forward, {generated} against its generate; {arms} tokens of the other")
-    print(f"arms against the first one's, {against} answers differing. Differences from transformers: {len(differences)}")
+    print(
+        f"{checked} tokens against transformers' forward, {generated} against its generate; {arms} tokens of the other"
+    )
+    print(
+        f"arms against the first one's, {against} answers differing. Differences from transformers: {len(differences)}"
+    )
     print("\n".join(differences))
 
 

@@ -6,7 +6,8 @@ the same head guesses every number of tokens right now and then; where more is n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,6 +156,18 @@ def drafter_tensors(config: dict[str, Any], seed: int = 1) -> dict[str, Tensor]:
 def make_drafter(target: Target, seed: int = 1, **changes: Any) -> DFlash:
     config = drafter_config(**changes)
     return DFlash(config, drafter_tensors(config, seed), target)
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file may grow beyond `room` bytes: what writes then meets is what it meets on a full disk."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Oracle:

@@ -76,9 +76,7 @@ def test_gain_follows_the_formula_and_rises_with_keys(policy, counts):
     assert (gain[counts > policy.reference] > 0).all() or policy.max_scale == 1
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64]
-)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64])
 def test_gain_keeps_shape_for_every_count_dtype(dtype):
     counts = torch.tensor([[[3, 100, 200]]], dtype=dtype)
     policy = FixedSlope(reference=100, top_k=4)
@@ -121,9 +119,7 @@ def test_compiles_to_one_graph_with_the_same_result():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_gain_is_the_identity_to_the_bit(dtype):
     if dtype == torch.float32:
-        patterns = torch.cat(
-            [torch.arange(-(2**31), 2**31, 65_521), torch.tensor([-(2**31), 0, 1, 1 - 2**31])]
-        )
+        patterns = torch.cat([torch.arange(-(2**31), 2**31, 65_521), torch.tensor([-(2**31), 0, 1, 1 - 2**31])])
     else:
         patterns = torch.arange(-(2**15), 2**15)
     query = patterns.to(BITS[dtype]).view(dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conftest import BLOCK, PROMPT, VOCAB, Tiny, make_model
+from conftest import BLOCK, PROMPT, VOCAB, Tiny, full_disk, make_model
 from sharpdraft.decode.loop import Session
 from sharpdraft.drafters.dflash import DFlash
+from sharpdraft.errors import SharpDraftError
 from sharpdraft.target import Target
 from sharpdraft.train import dflash as training
 from sharpdraft.train.dflash import Corpus, Recipe, TrainableDFlash, Trainer, block_mask, draw, head_loss
@@ -241,6 +243,17 @@ def test_drawn_blocks_are_the_targets_own_text(llama: Tiny, corpora: tuple[Corpu
                 assert int(logits.argmax()) == batch.labels[i, j, k]
 
 
+def test_every_token_that_the_target_chose_can_be_drafted_first(corpora: tuple[Corpus, Corpus]) -> None:
+    """Among them the first of an answer, whose anchor is the prompt's last token."""
+    corpus, _ = corpora
+    batch = draw(corpus, range(24), replace(RECIPE, anchors=60), 96, torch.Generator().manual_seed(0))
+    for row in range(24):
+        written = corpus.written[row].tolist()
+        found = batch.anchors[row][batch.valid[row, :, 0]].tolist()
+        assert sorted(found) == [at for at in range(8, 64 - BLOCK) if written[at + 1]]
+    assert not bool(corpus.written[:, 8:50].all())
+
+
 def test_head_loss_is_the_cross_entropy_and_its_gradient() -> None:
     torch.manual_seed(0)
     rows, size, vocab = 37, 16, 50
@@ -374,6 +387,46 @@ def test_broken_off_run_goes_on_as_if_it_had_not_been(
     third.run(lambda row: pytest.fail("a finished run trains no more"))
 
 
+def test_interrupt_ends_the_run_after_the_step_under_way(
+    llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path
+) -> None:
+    def on_step(row: dict[str, Any]) -> None:
+        if row["step"] == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    trainer = Trainer(llama.target, RECIPE, *corpora, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(on_step, every=4)
+    assert signal.getsignal(signal.SIGINT) is before
+    again = Trainer(llama.target, RECIPE, *corpora, tmp_path)
+    assert again.resume() and again.step == 2
+    assert again.train_step() == trainer.train_step()
+    with pytest.raises(SharpDraftError, match="was trained by another recipe"):
+        Trainer(llama.target, replace(RECIPE, rate=1.0), *corpora, tmp_path).resume()
+    assert Trainer(llama.target, replace(RECIPE, steps=50), *corpora, tmp_path).resume()
+
+
+def test_full_disk_keeps_what_was_saved(llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path) -> None:
+    trainer = Trainer(llama.target, RECIPE, *corpora, tmp_path)
+    trainer.train_step()
+    trainer.save()
+    kept = (tmp_path / "state.pt").read_bytes()
+    wave = wave_of(llama, taps=(0, 1, 3))
+    for write in (trainer.save, lambda: save_wave(wave, tmp_path / "state.pt")):
+        with full_disk(20_000), pytest.raises(OSError, match=r"state\.partial"):
+            write()
+        assert (tmp_path / "state.pt").read_bytes() == kept
+        assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_text_of_two_lengths_is_refused(llama: Tiny, tmp_path: Path) -> None:
+    for length in (10, 12):
+        save_wave(wave_of(llama, length=length, taps=(0, 1, 3)), tmp_path / f"{length}.safetensors")
+    with pytest.raises(SharpDraftError, match="holds sessions of different lengths"):
+        Corpus([tmp_path / "10.safetensors", tmp_path / "12.safetensors"])
+
+
 def test_recipe_says_all_about_a_run(llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path) -> None:
     """The same seed trains the same drafter, whatever else drew random numbers before; another seed another."""
     rows = []
@@ -424,16 +477,12 @@ def test_training_learns(tmp_path: Path) -> None:
         turns = [torch.randint(0, VOCAB, (40, 1), generator=rng).tolist() for _ in range(count)]
         save_wave(write_wave(target, turns, 96, VOCAB - 1, taps=RECIPE.taps), tmp_path / f"{name}.safetensors")
         corpora.append(Corpus([tmp_path / f"{name}.safetensors"]))
-    trainer = Trainer(target, replace(RECIPE, steps=60, sequences=4, anchors=24, rate=6e-3), *corpora, tmp_path)
+    trainer = Trainer(target, replace(RECIPE, steps=40, sequences=4, anchors=24, rate=6e-3), *corpora, tmp_path)
     before = trainer.evaluate()["held_mal"]
-    trainer.run(every=15)
-    row = log_of(tmp_path)[-1]
-    print(log_of(tmp_path))
-    print(before, row, corpora[0].tokens[:2], len(corpora[0].tokens.unique()))
+    trainer.run(every=40)
+    (row,) = log_of(tmp_path)
     assert row["held_mal"] > max(2.0, before + 0.5)
     trainer.export(tmp_path / "drafter")
     session = Session(target, DFlash.load(tmp_path / "drafter", target))
     rounds = list(session.generate([1, 2, 3], 60))[1:]
-    print(sum(r.accepted for r in rounds) / len(rounds))
-    assert 0
-    assert sum(r.accepted for r in rounds) / len(rounds) > 0.5
+    assert sum(r.accepted for r in rounds) / len(rounds) > 0.7

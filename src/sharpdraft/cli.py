@@ -217,7 +217,7 @@ def bench(
     from .decode.loop import Session
     from .lab.bench import Plan, RunLog, measured_turns, run_live, run_recording
     from .lab.bench import arm as arm_named
-    from .lab.tasks import built_in, from_file, recordings
+    from .lab.tasks import built_in, digest, from_file, recordings
     from .scale import REPORTED_SETTINGS
 
     timed_names, replay_names = (
@@ -229,7 +229,8 @@ def bench(
         raise SharpDraftError("--arms names no arm")
     if "ar" in replay_names:
         raise SharpDraftError("--replay takes drafting arms only: ar drafts nothing")
-    tasks = (from_file(prompts, answer_tokens) if prompts else built_in())[:sessions]
+    every_task = from_file(prompts, answer_tokens) if prompts else built_in()
+    tasks = every_task[:sessions]
     recorded = recordings()[:sessions] if prompts is None and target == _BUILT_IN else []
     loaded = _Loaded(target, drafter, device, reference, need_drafter=True)
     used, policy = loaded.drafter_and_policy()
@@ -242,6 +243,7 @@ def bench(
         tuple(arm_named(name, policy) for name in replay_names),
         turns_per_bucket,
         masses_every=mass_every,
+        tasks=digest(every_task),
     )
     log = RunLog(out_dir / "rows.jsonl", plan)
     total = sum(len(task.turns) for task in tasks)
@@ -366,7 +368,8 @@ def _progress(total: int, text: str) -> Iterator[tuple[Progress, Any]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=err, transient=True) as progress:
+    # Where nobody watches, even a transient bar would leave an empty line.
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         yield progress, progress.add_task(text, total=total)
 
 

@@ -23,7 +23,11 @@ _PREFILL_ROWS = 512
 
 @dataclass(frozen=True)
 class Round:
-    """One round: what it wrote, at which context length (Keys before its anchor), and the seconds it took."""
+    """One round: what it wrote, at which context length (Keys before its anchor), and the seconds it took.
+
+    `accepted` counts the drafts that were written; the last of `tokens` is the target's own, or the stop token
+    that cut the round short.
+    """
 
     tokens: tuple[int, ...]
     context: int
@@ -81,11 +85,12 @@ class Session:
         return self.capacity - len(self.tokens)
 
     def rewind(self, length: int) -> None:
-        """Forget everything behind the first `length` tokens."""
+        """Forget everything behind the first `length` tokens, the last of which is then unread, as behind an answer."""
         del self.tokens[length:]
-        self.cache.length = min(self.cache.length, length)
+        read = max(length - 1, 0)
+        self.cache.length = min(self.cache.length, read)
         if self.drafter is not None:
-            self.drafts.length = min(self.drafts.length, length)
+            self.drafts.length = min(self.drafts.length, read)
 
     def read(self, prompt: Sequence[int]) -> Tensor:
         """Take in tokens behind everything so far; returns the logits behind the last one, [1, 1, vocab].
@@ -158,7 +163,7 @@ class Session:
             tokens=tuple(written),
             context=start,
             drafted=len(proposed),
-            accepted=min(accepted, len(written)),
+            accepted=len(written) - 1,
             draft_seconds=drafted - began,
             verify_seconds=self._clock() - drafted,
         )
@@ -221,8 +226,10 @@ def replay(session: Session, start: int, policy: Policy | None, probe: MassProbe
                 # The block's Keys are written where the known text's are, and those are needed again.
                 place = slice(start, start + count + 1)
                 kept = cache.keys[..., place, :].clone(), cache.values[..., place, :].clone()
-                drafts = drafter.propose(cache, tokens[start], count, policy, probe).tolist()
-                cache.keys[..., place, :], cache.values[..., place, :] = kept
+                try:
+                    drafts = drafter.propose(cache, tokens[start], count, policy, probe).tolist()
+                finally:
+                    cache.keys[..., place, :], cache.values[..., place, :] = kept
                 while accepted < count and drafts[accepted] == tokens[start + 1 + accepted]:
                     accepted += 1
             written = tuple(tokens[start + 1 : start + 2 + accepted])

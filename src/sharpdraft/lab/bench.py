@@ -60,7 +60,9 @@ def arm(name: str, recommended: FixedSlope) -> Arm:
         if found[1] == "fixed":
             return Arm(name, drafting=True, policy=Constant(float(found[2])))
         if found[1] == "window":
-            return Arm(name, drafting=True, window=int(found[2]))
+            if (window := int(found[2])) < 1:
+                raise ValueError(f"a window holds at least 1 Key, got {window}")
+            return Arm(name, drafting=True, window=window)
         other = recommended.with_reference(int(found[2]))
         return Arm(name, drafting=True, policy=other)
     except ValueError as error:
@@ -79,6 +81,7 @@ class Plan:
     turns_per_bucket: int = 1
     edges: tuple[int, ...] = EDGES
     masses_every: int = 0
+    tasks: str = ""  # What tells one prompt file from another: a digest.
 
     def key(self) -> str:
         return json.dumps(asdict(self), sort_keys=True, default=str)
@@ -88,7 +91,15 @@ class RunLog:
     """Rows of a run as JSON lines behind a header with its plan; each is on disk before the next is measured."""
 
     def __init__(self, path: Path, plan: Plan) -> None:
-        self.path, self.rows = path, []
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        try:
+            self._open(plan)
+        except (OSError, UnicodeDecodeError) as error:
+            raise SharpDraftError(f"cannot read and write {path} ({error}): give another --out") from error
+
+    def _open(self, plan: Plan) -> None:
+        path = self.path
         header = {"plan": json.loads(plan.key()), "machine": machine()}
         kept: list[str] = []
         if path.exists():
@@ -206,7 +217,7 @@ def run_live(
 
 
 def measured_turns(recording: Recording, plan: Plan, limit: int) -> list[int]:
-    """Turns to measure: in each bucket those nearest to its upper edge, spread over its upper half."""
+    """Turns to measure: spread evenly over each bucket, the last one at its upper end."""
     chosen: list[int] = []
     low = 0
     for edge in plan.edges:
@@ -216,7 +227,6 @@ def measured_turns(recording: Recording, plan: Plan, limit: int) -> list[int]:
             if low < turn.answer and turn.end <= min(edge, limit) and turn.end - turn.answer >= 32
         ]
         count = min(plan.turns_per_bucket, len(inside))
-        # Evenly over the bucket, the last one at its upper end.
         chosen += [inside[len(inside) - 1 - (k * len(inside)) // count] for k in range(count)][::-1]
         low = edge
     return chosen
@@ -256,20 +266,24 @@ def measure_turn(
             differences[name] = {"at": at, "gap": gap}
     session.rewind(start)
     session.drafting, session.drafter = True, drafter
-    session.read([*prompt, *text])
-    session.cache.length = session.drafts.length = len(session.tokens) - 1
+    # The last token stays unread, as after any answer: where the context is full, there is no room for it.
+    session.read([*prompt, *text[:-1]])
+    session.tokens.append(text[-1])
     row: dict[str, Any] = {
         "context": start + len(prompt),
         "tokens": text,
-        "arms": arms,
+        "arms": {chosen.name: arms[chosen.name] for chosen in plan.timed},
         "differences": differences,
         "replayed": {},
     }
     for chosen in plan.replayed:
         on_progress(f"replaying {chosen.name} at {start} tokens")
         chosen.set(session, drafter)
-        rounds = list(replay(session, start + len(prompt), chosen.policy))
-        row["replayed"][chosen.name] = _summary(rounds)
+        # What was just measured live is what a replay would find.
+        measured = arms.get(chosen.name)
+        if measured is None or chosen.name in differences:
+            measured = _summary(list(replay(session, start + len(prompt), chosen.policy)))
+        row["replayed"][chosen.name] = dict(measured)
         if plan.masses_every:
             row["replayed"][chosen.name]["mass"] = _masses(
                 session, start + len(prompt), chosen.policy, plan.masses_every
@@ -308,12 +322,13 @@ def _logit_gap(session: Session, start: int, text: Sequence[int], first: int, se
 
 
 def _catch_up(session: Session, tokens: Sequence[int]) -> None:
-    """Bring the session to a text, keeping what it has cached of it."""
+    """Bring the session to a text, keeping what it has cached of it; its last token stays unread."""
     session.rewind(min(session.cache.length, len(tokens)))
     common = next(
         (i for i, (a, b) in enumerate(zip(session.tokens, tokens, strict=False)) if a != b),
         len(session.tokens),
     )
     session.rewind(common)
-    if missing := list(tokens[common:]):
-        session.read(missing)
+    if unread := list(tokens[common:-1]):
+        session.read(unread)
+    session.tokens.extend(tokens[len(session.tokens) :])

@@ -62,7 +62,8 @@ def _cell(name: str, bucket: int, rows: Rows) -> Cell:
     timed, replayed = name in rows[0]["arms"], name in rows[0]["replayed"]
     place = "arms" if timed else "replayed"
     drafting, ar, frozen = name != "ar", "ar" in rows[0]["arms"], "frozen" in rows[0][place]
-    massed = replayed and bool(rows[0]["replayed"][name].get("mass"))
+    # A short answer has no anchor to measure at, so that one row may lack what others have.
+    massed = replayed and any(row["replayed"][name].get("mass") for row in rows)
 
     def over(of: Callable[[Rows], float], wanted: bool) -> Estimate | None:
         return _estimate(rows, of) if wanted else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,6 +80,11 @@ def from_file(path: Path, answer_tokens: int) -> list[Task]:
     if len({task.name for task in tasks}) != len(tasks):
         raise SharpDraftError(f"{path}: every name must be given once")
     return tasks
+
+
+def digest(tasks: Sequence[Task]) -> str:
+    """Tells one set of tasks from another."""
+    return hashlib.sha256(repr(tasks).encode()).hexdigest()[:16]
 
 
 def recordings() -> list[Recording]:

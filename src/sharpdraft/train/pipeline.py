@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -42,9 +43,17 @@ def distil_dflash(
     """
     target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype(), pack=False)
     recipe = Recipe() if steps is None else replace(Recipe(), steps=steps)
+    deepest = max(*recipe.taps, *recipe.start_layers)
+    if deepest >= target.num_layers:
+        raise SharpDraftError(f"the recipe needs a target's layer {deepest}; this one has {target.num_layers} layers")
+    if context > target.max_positions:
+        raise SharpDraftError(f"--context {context}: this target takes at most {target.max_positions} tokens")
     try:
         text = out / "text"
         text.mkdir(parents=True, exist_ok=True)
+        _same_text(
+            text / "about.json", {"target": target_name, "batch": batch, "context": context, "taps": recipe.taps}
+        )
         waves = max(1, round(tokens / (batch * context)))
         held = [
             _wave(target, tokenizer, text, i, True, batch, context, recipe, progress) for i in range(_HELD_OUT_WAVES)
@@ -73,10 +82,15 @@ def distil_dflash(
 def record_sessions(
     target_name: str, out: Path, *, sessions: int | None, length: int, device: str | None, progress: ProgressBar
 ) -> None:
-    """Write the built-in sessions' texts: tokens uint16 and turns int32 [turns, 3] (see lab.tasks.Turn) of each."""
+    """Write the built-in sessions' texts: tokens uint16 (int32 for a vocabulary beyond it) and turns int32 [turns, 3]
+    (see lab.tasks.Turn) of each. Raises SharpDraftError when the file cannot be written."""
     target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype())
     if length > target.max_positions:
         raise SharpDraftError(f"--length {length}: this target takes at most {target.max_positions} tokens")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SharpDraftError(f"cannot write to {out} ({error}): give another --out") from error
     tasks = built_in()[:sessions]
     turns = [[chat_tokens(tokenizer, turn, first=i == 0) for i, turn in enumerate(task.turns)] for task in tasks]
     with progress(length, "recording") as (bar, task_id):
@@ -87,13 +101,25 @@ def record_sessions(
             _end_of_turn(target),
             on_step=lambda step: bar.update(task_id, completed=step + 1),
         )
+    ids = torch.uint16 if target.vocab_size <= 2**16 else torch.int32
     tensors = {}
     for task, tokens, written in zip(tasks, wave["tokens"], wave["written"], strict=True):
-        tensors[f"{task.name}.tokens"] = tokens.to(torch.uint16)
+        tensors[f"{task.name}.tokens"] = tokens.to(ids)
         spans = [(t.start, t.answer, t.end) for t in turns_of(written)]
         tensors[f"{task.name}.turns"] = torch.tensor(spans, dtype=torch.int32)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, str(out))
+    try:
+        save_file(tensors, str(out))
+    except (SafetensorError, OSError) as error:
+        raise SharpDraftError(f"cannot write to {out} ({error}): make room and run the same command again") from error
+
+
+def _same_text(path: Path, about: dict[str, Any]) -> None:
+    """Refuse to mix texts of different making in one directory."""
+    line = json.dumps(about)
+    if not path.exists():
+        path.write_text(line + "\n", encoding="utf-8")
+    elif path.read_text(encoding="utf-8").strip() != line:
+        raise SharpDraftError(f"{path.parent} holds text made otherwise (see {path.name}): give another --out")
 
 
 def _wave(
@@ -127,6 +153,8 @@ def _wave(
 
 def _end_of_turn(target: Target) -> int:
     ends = target.config.eos_token_id
+    if ends is None:
+        raise SharpDraftError("the target's config names no token that ends a turn (eos_token_id)")
     return int(ends[0] if isinstance(ends, list) else ends)
 
 
