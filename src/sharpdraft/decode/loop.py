@@ -43,8 +43,7 @@ class Session:
 
     Without a drafter, or with `drafting` off, it is target-only decoding (AR): a verification of no drafts,
     by the same forward. `policy` (None is Frozen) and `drafting` may change between answers, so that arms are
-    compared on one prefix: rewind, change, generate again. What is written with `drafting` off leaves the
-    drafter without its context: rewind behind it before drafting again.
+    compared on one prefix: rewind, change, generate again.
 
     block: tokens of a block, anchor included; default the drafter's. capacity: context length in tokens;
     default the target's. Raises SharpDraftError for one that does not fit.
@@ -95,8 +94,7 @@ class Session:
     def read(self, prompt: Sequence[int]) -> Tensor:
         """Take in tokens behind everything so far; returns the logits behind the last one, [1, 1, vocab].
 
-        Raises SharpDraftError for an empty prompt, a token outside the vocabulary, one that does not fit, or
-        drafting behind text that the drafter has not seen.
+        Raises SharpDraftError for an empty prompt, a token outside the vocabulary, or one that does not fit.
         """
         if not prompt:
             raise SharpDraftError("the prompt is empty: give at least one token")
@@ -108,14 +106,21 @@ class Session:
             raise SharpDraftError(
                 f"the prompt of {len(prompt)} tokens does not fit: {max(self.room - 1, 0)} of {self.capacity} are left"
             )
-        drafter = self.drafter if self.drafting else None
-        if drafter is not None and self.drafts.length != self.cache.length:
-            raise SharpDraftError("the drafter has not seen all of this session: rewind to where drafting was off")
         self.tokens.extend(prompt)
-        while (past := self.cache.length) < len(self.tokens):
+        return self._feed(len(self.tokens))
+
+    def _feed(self, end: int) -> Tensor:
+        """Run the tokens up to `end` that are not cached yet; returns the logits behind the last, [1, 1, vocab].
+
+        What was written with `drafting` off is read again once it is on: the drafter needs its features.
+        """
+        drafter = self.drafter if self.drafting else None
+        if drafter is not None:
+            self.cache.length = self.drafts.length = min(self.cache.length, self.drafts.length)
+        taps = () if drafter is None else self.taps
+        while (past := self.cache.length) < end:
             # A multi-row forward over the rest of the context is cheap in chunks and needs one chunk's memory.
-            chunk = self._ids(self.tokens[past : past + _PREFILL_ROWS])
-            taps = () if drafter is None else self.taps
+            chunk = self._ids(self.tokens[past : min(past + _PREFILL_ROWS, end)])
             logits, features, _ = self.target.forward(chunk, self.cache, taps, logits_from=-1)
             if drafter is not None:
                 drafter.observe(self.drafts, features)
@@ -131,8 +136,10 @@ class Session:
 
     def round(self, limit: int, stop: Collection[int] = (), probe: MassProbe | None = None) -> Round:
         """Draft, verify and accept once, writing at most `limit` tokens and none behind a stop token."""
-        start, anchor = self.cache.length, self.tokens[-1]
+        start, anchor = len(self.tokens) - 1, self.tokens[-1]
         drafter = self.drafter if self.drafting else None
+        if self.cache.length < start or (drafter is not None and self.drafts.length < start):
+            self._feed(start)
         began = self._clock()
         # draft: the block's tail may be shorter where little is left to write
         count = min(self.size, limit) - 1
