@@ -28,3 +28,5 @@ if [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null && ! pip show
 fi
 echo "setup: installing sharpdraft and what its demo and tests need ..."
 pip install -q -e ".[dev]"
+# The DFlash authors' package, which tests compare with, without the serving stack that it asks for.
+pip install -q --no-deps dflash==0.1.0 || echo "setup: no dflash package; tests against it will be skipped" >&2

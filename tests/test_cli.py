@@ -478,6 +478,7 @@ def test_train_writes_a_drafter_that_runs(
     assert result.code == 0, result.err
     assert result.out == f"{out / 'drafter'}\n"
     assert sorted(p.name for p in (out / "text").iterdir()) == [
+        "about.json",
         "held-000.safetensors",
         "wave-000.safetensors",
         "wave-001.safetensors",
@@ -488,6 +489,7 @@ def test_train_writes_a_drafter_that_runs(
     assert (again.code, again.out) == (0, result.out)
     assert {path: path.stat().st_mtime_ns for path in (out / "text").iterdir()} == times
     assert (out / "drafter" / "model.safetensors").read_bytes() == weights
+    check_one_line(run("train", "dflash", *options[:-1], 4), "text made otherwise", "--out")
     said = run("generate", "w9", "--target", saved.target, "--drafter", out / "drafter", "--json", "--reference", 40)
     assert json.loads(said.out)["token_ids"] == continuation(saved.model, prompt_ids(saved, "w9"), 512)[:250]
     wave = out / "text" / "wave-001.safetensors"
