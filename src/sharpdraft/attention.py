@@ -27,10 +27,14 @@ class Rotary:
     def __call__(self, x: Tensor, start: int) -> Tensor:
         """Rotate x [batch, heads, rows, head_dim], whose row i stands at position start + i."""
         end = start + x.shape[2]
-        half = x.shape[-1] // 2
-        cos, sin = self.cos[start:end].to(x.dtype), self.sin[start:end].to(x.dtype)
-        swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
-        return torch.addcmul(x * cos, swapped, sin)
+        return rotate(x, self.cos[start:end], self.sin[start:end])
+
+
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotate x [..., rows, head_dim] by rows of a Rotary's tables, in the dtype of x."""
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    return torch.addcmul(x * cos.to(x.dtype), swapped, signed_sin.to(x.dtype))
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

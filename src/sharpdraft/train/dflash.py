@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ..attention import additive, attend
+from ..attention import additive, attend, rotate
 from ..drafters.dflash import ARCHITECTURE, save
 from ..errors import SharpDraftError
 from ..target import Target
@@ -148,20 +148,14 @@ class _Block(nn.Module):
             return x.view(*x.shape[:2], -1, self.dim).transpose(1, 2)
 
         normed = self.input_layernorm(hidden)
-        query = _rotate(attn.q_norm(split(attn.q_proj(normed))), cos, sin)
-        own = _rotate(attn.k_norm(split(attn.k_proj(normed))), cos, sin)
-        past = _rotate(attn.k_norm(split(attn.k_proj(context))), context_cos, context_sin)
+        query = rotate(attn.q_norm(split(attn.q_proj(normed))), cos, sin)
+        own = rotate(attn.k_norm(split(attn.k_proj(normed))), cos, sin)
+        past = rotate(attn.k_norm(split(attn.k_proj(context))), context_cos, context_sin)
         keys = torch.cat((past, own), dim=2)
         values = torch.cat((split(attn.v_proj(context)), split(attn.v_proj(normed))), dim=2)
         hidden = hidden + attn.o_proj(attend(query, keys.to(query.dtype), values.to(query.dtype), mask))
         normed = self.post_attention_layernorm(hidden)
         return hidden + mlp.down_proj(F.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed))
-
-
-def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
-    return x * cos.to(x.dtype) + swapped * signed_sin.to(x.dtype)
 
 
 def block_mask(anchors: Tensor, block: int, length: int) -> Tensor:
