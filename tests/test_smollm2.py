@@ -12,8 +12,8 @@ from sharpdraft.decode.loop import Session, replay
 from sharpdraft.drafters.dflash import DFlash
 from sharpdraft.errors import SharpDraftError
 from sharpdraft.lab.tasks import Recording, built_in, recordings
-from sharpdraft.models import SMOLLM2, load_target, smollm2_dir
-from sharpdraft.settings import built_in_drafter, recommended
+from sharpdraft.models import SMOLLM2, built_in_drafter, load_target, smollm2_dir
+from sharpdraft.settings import recommended
 
 pytestmark = pytest.mark.model
 

@@ -72,6 +72,12 @@ SESSIONS = _option(None, "--sessions", help="How many of the sessions.", shown="
 TURNS = _option(2, "--turns-per-bucket", help="Answers measured in each context bucket of a recorded session.", least=1)
 MASS = _option(0, "--mass-every", help="Attention mass at every so many replayed tokens; 0: never.", least=0)
 ANSWER = _option(192, "--answer-tokens", help="Longest answer to a prompt of --prompts, tokens.", least=2)
+ENGINE = _option(None, "--engine", help="Serve with vllm instead of the lab's own loop.", shown="the lab's loop")
+ENGINE_ARGS = _option("{}", "--engine-args", help="Further arguments of vllm.LLM, as a JSON object.")
+BASE_URL = _option(
+    None, "--base-url", help="Running OpenAI-compatible servers instead: ARM=URL,ARM=URL or one URL.", shown="none"
+)
+CONCURRENCY = _option(1, "--concurrency", help="Requests at once to an engine or server.", least=1)
 DEMO_OUT = _option(Path("sharpdraft-demo"), "--out", help="Directory of the figure.")
 BENCH_OUT = _option(
     Path("sharpdraft-bench"),
@@ -84,6 +90,8 @@ TOKENS = _option(1_048_576, "--tokens", help="Training text that the target writ
 CONTEXT = _option(512, "--context", help="Length of a training session, tokens.", least=64)
 BATCH = _option(128, "--batch", help="Sessions written at once.", least=1)
 STEPS = _option(None, "--steps", help="Training steps.", shown="the recipe's", least=1)
+START = _option(None, "--from", help="A drafter to go on from.", shown="layers of the target")
+WAVE = _option(0, "--first-wave", help="Number of the first wave of text: each number is another text.", least=0)
 LENGTH = _option(8192, "--length", help="Length of each session, tokens.", least=64)
 
 
@@ -210,10 +218,33 @@ def bench(
     reference: int | None = REFERENCE,
     block: int | None = BLOCK,
     device: str | None = DEVICE,
+    engine: str | None = ENGINE,
+    engine_args: str = ENGINE_ARGS,
+    base_url: str | None = BASE_URL,
+    concurrency: int = CONCURRENCY,
     out_dir: Path = BENCH_OUT,
     as_json: bool = JSON,
 ) -> None:
-    """Compare arms on long sessions, by context length."""
+    """Compare arms on long sessions, by context length: in the lab's own loop, in vLLM, or in running servers."""
+    if engine is not None or base_url is not None:
+        _bench_engines(
+            engine,
+            engine_args,
+            base_url,
+            concurrency,
+            prompts=prompts,
+            answer_tokens=answer_tokens,
+            target=target,
+            drafter=drafter,
+            arms=arms,
+            sessions=sessions,
+            turns_per_bucket=turns_per_bucket,
+            reference=reference,
+            block=block,
+            out_dir=out_dir,
+            as_json=as_json,
+        )
+        return
     from .decode.loop import Session
     from .lab.bench import Plan, RunLog, measured_turns, run_live, run_recording
     from .lab.bench import arm as arm_named
@@ -268,6 +299,116 @@ def bench(
     _report(log.rows, plan.edges, out_dir, f"{target}, block of {session.size}", as_json)
 
 
+def _bench_engines(
+    engine: str | None,
+    engine_args: str,
+    base_url: str | None,
+    concurrency: int,
+    *,
+    prompts: Path | None,
+    answer_tokens: int,
+    target: str,
+    drafter: str | None,
+    arms: str,
+    sessions: int | None,
+    turns_per_bucket: int,
+    reference: int | None,
+    block: int | None,
+    out_dir: Path,
+    as_json: bool,
+) -> None:
+    """One engine or server an arm, taking turns."""
+    from .lab.bench import Plan, RunLog
+    from .lab.bench import arm as arm_named
+    from .lab.engine_bench import Backend, Prompt, asked_for, groups_of, recorded_prompts, run_groups
+    from .lab.server_arm import Server
+    from .lab.tasks import digest, from_file, recordings
+    from .lab.vllm_arm import Engine
+    from .models import built_in_drafter, checkpoint_dir, load_tokenizer
+    from .scale import FixedSlope
+    from .settings import recommended
+    from .train.sessions import chat_tokens
+
+    if engine not in (None, "vllm"):
+        raise SharpDraftError(f"--engine {engine}: known is vllm; any server is reached with --base-url")
+    if engine is not None and base_url is not None:
+        raise SharpDraftError("give --engine or --base-url, not both")
+    try:
+        options = json.loads(engine_args)
+    except ValueError as error:
+        raise SharpDraftError(f"--engine-args is no JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise SharpDraftError("--engine-args is no JSON object")
+    where, tokenizer, limit, ends = load_tokenizer(target)
+    directory = checkpoint_dir(drafter) if drafter else built_in_drafter(target)
+    servers: dict[str, str] = {}
+    if base_url is not None:
+        pairs = (each.rpartition("=") for each in base_url.split(","))
+        servers = {name or "server": url for name, _, url in pairs}
+    elif directory is None:
+        raise SharpDraftError(f"no drafter comes with {target}: give one with --drafter")
+    policy = FixedSlope(2048) if directory is None else recommended(directory)[0]
+    policy = policy if reference is None else policy.with_reference(reference)
+    chosen = () if servers else tuple(arm_named(name.strip(), policy) for name in arms.split(",") if name.strip())
+    if windowed := [arm.name for arm in chosen if arm.window]:
+        raise SharpDraftError(f"vLLM takes no drafter window as a setting: leave out {', '.join(windowed)}")
+    size = block or (_block_of(directory) if directory else 0)
+    tasks = from_file(prompts, answer_tokens) if prompts else []
+    if long := [task.name for task in tasks if len(task.turns) > 1]:
+        raise SharpDraftError(f"an engine is given single prompts: {long[0]} has several turns")
+    plan = Plan(
+        target,
+        f"{drafter or 'built-in'} in {base_url or engine} with {engine_args}, {concurrency} at once",
+        size,
+        chosen,
+        (),
+        turns_per_bucket,
+        tasks=digest(tasks),
+    )
+    texts = [
+        Prompt(t.name, tuple(chat_tokens(tokenizer, t.turns[0], first=True)), t.answer_tokens) for t in tasks
+    ] or recorded_prompts(recordings()[:sessions], plan, limit)
+    groups = groups_of(texts, plan.edges, concurrency)
+    log = RunLog(out_dir / "rows.jsonl", plan)
+    backends: dict[str, Backend] = {}
+    engines: list[Engine] = []
+    try:
+        with _resumable(str(log.path)), _progress(len(groups), "starting") as (progress, bar):
+            progress.advance(bar, len(log.rows))
+
+            def on_row(row: dict[str, Any]) -> None:
+                log.add(row)
+                progress.advance(bar)
+
+            if len(log.rows) < len(groups):
+                for name, url in servers.items():
+                    backends[name] = Server(url)
+                for arm in chosen:
+                    progress.update(bar, description=f"starting vLLM for {arm.name}")
+                    used = directory if arm.drafting else None
+                    log_file = out_dir / f"vllm-{arm.name}.log"
+                    engines.append(Engine(where, used, size - 1, asked_for(arm), options, log_file))
+                    backends[arm.name] = engines[-1]
+                run_groups(
+                    groups,
+                    backends,
+                    ends,
+                    log.rows,
+                    on_row,
+                    lambda text: progress.update(bar, description=text),
+                )
+    finally:
+        for started in engines:
+            started.close()
+    _report(log.rows, plan.edges, out_dir, f"{target} in {base_url or engine}, {concurrency} at once", as_json)
+
+
+def _block_of(directory: Path) -> int:
+    from .drafters.dflash import read_config
+
+    return int(read_config(directory).get("block_size", 16))
+
+
 @train_app.command("dflash")
 def train_dflash(
     out_dir: Path = TRAIN_OUT,
@@ -276,9 +417,12 @@ def train_dflash(
     context: int = CONTEXT,
     batch: int = BATCH,
     steps: int | None = STEPS,
+    start: str | None = START,
+    first_wave: int = WAVE,
     device: str | None = DEVICE,
 ) -> None:
     """Let the target write text, then distil a DFlash drafter from it. The same command resumes."""
+    from .models import checkpoint_dir
     from .train.pipeline import distil_dflash
 
     with _resumable(f"what is in {out_dir}"):
@@ -290,6 +434,8 @@ def train_dflash(
             batch=batch,
             steps=steps,
             device=device,
+            start=checkpoint_dir(start) if start else None,
+            first_wave=first_wave,
             progress=_progress,
         )
     typer.echo(drafter)
@@ -323,9 +469,9 @@ class _Loaded:
         need_drafter: bool,
     ) -> None:
         from .drafters.dflash import DFlash
-        from .models import checkpoint_dir, load_target
+        from .models import built_in_drafter, checkpoint_dir, load_target
         from .scale import FixedSlope
-        from .settings import built_in_drafter, recommended
+        from .settings import recommended
 
         directory = checkpoint_dir(drafter) if drafter else built_in_drafter(target)
         if directory is None and need_drafter:
@@ -434,9 +580,9 @@ def _report(rows: Sequence[dict[str, Any]], edges: Sequence[int], out_dir: Path,
     if not differences:
         out.print(f"All {agreed} tokens of the other arms are those that {first} wrote.", highlight=False)
     for d in differences:
+        gap = f", where the target's two logits are {d['gap']:.1e} apart" if "gap" in d else ""
         out.print(
-            f"{d['session']}, turn {d['turn']}: {d['arm']} differs from {first} at token {d['at']} of the answer, "
-            f"where the target's two logits are {d['gap']:.1e} apart",
+            f"{d['session']}, turn {d['turn']}: {d['arm']} differs from {first} at {d['at']} of the answer{gap}",
             highlight=False,
         )
     if picture is not None:

@@ -32,5 +32,12 @@ class Linear:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
+def fast_bfloat16(device: torch.device) -> bool:
+    """Whether a device has units that multiply bfloat16 matrices faster than float32 ones."""
+    if device.type == "cpu":
+        return torch.cpu._is_amx_tile_supported()
+    return device.type == "cuda"
+
+
 def _onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

@@ -17,6 +17,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from huggingface_hub.errors import (
 )
 from rich.console import Console
 from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from .errors import SharpDraftError
@@ -56,18 +57,17 @@ def load_target(
     device: str | None = None,
     dtype: torch.dtype | None = None,
     weight_dtype: torch.dtype | None = None,
-    pack: bool = True,
 ) -> tuple[Target, Any]:
     """The target called `name` and its tokenizer.
 
     name: SMOLLM2, a local directory in transformers' format, or a hub id. device: CUDA if there is one, else
-    MPS, else CPU. dtype: float32 on CPU and MPS, else the checkpoint's own. weight_dtype, pack: as in Target.
+    MPS, else CPU. dtype: float32 on CPU and MPS, else the checkpoint's own. weight_dtype: as in Target.
 
     `target.config.eos_token_id` is the generation config's where it has one: all tokens that end a turn.
 
     Raises SharpDraftError, before weights are read or downloaded where the configuration shows it.
     """
-    where = _device(device)
+    where = pick_device(device)
     if dtype is None and where.type != "cuda":
         dtype = torch.float32
     if name == SMOLLM2:
@@ -77,16 +77,29 @@ def load_target(
         _check_config(checkpoint_dir(name, files=("config.json",)))
         directory = checkpoint_dir(name)
     with _quiet_transformers():
-        tokenizer = _load_tokenizer(directory)
+        tokenizer = _tokenizer(directory)
         model = _load_model(directory, dtype)
     if model.generation_config is not None and model.generation_config.eos_token_id is not None:
         model.config.eos_token_id = model.generation_config.eos_token_id
     try:
-        return Target(model.to(where), weight_dtype=weight_dtype, pack=pack), tokenizer
+        return Target(model.to(where), weight_dtype=weight_dtype), tokenizer
     except torch.OutOfMemoryError as error:
         raise SharpDraftError(
             f"'{name}' does not fit into the memory of {where}: use a smaller dtype, another device or a smaller model"
         ) from error
+
+
+def load_tokenizer(name: str) -> tuple[Path, Any, int, tuple[int, ...]]:
+    """What an engine that loads the weights itself needs of the target `name`: its directory, its tokenizer, its
+    longest context in tokens and the tokens that end a turn. Raises SharpDraftError as load_target does."""
+    directory = smollm2_dir() if name == SMOLLM2 else checkpoint_dir(name)
+    _check_config(directory)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    ends = config.eos_token_id
+    if (directory / "generation_config.json").exists():
+        ends = GenerationConfig.from_pretrained(directory).eos_token_id or ends
+    stop = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+    return directory, _tokenizer(directory), config.max_position_embeddings, stop
 
 
 def checkpoint_dir(name_or_path: str, *, files: Sequence[str] = _FILES) -> Path:
@@ -247,7 +260,7 @@ def _check_config(directory: Path) -> None:
         )
 
 
-def _load_tokenizer(directory: Path) -> Any:
+def _tokenizer(directory: Path) -> Any:
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise SharpDraftError(f"{directory} holds no tokenizer: copy {_TOKENIZER_FILES[0]} of the model there")
     try:
@@ -285,7 +298,15 @@ def _load_model(directory: Path, dtype: torch.dtype | None) -> Any:
     return model
 
 
-def _device(name: str | None) -> torch.device:
+def built_in_drafter(target: str) -> Path | None:
+    """Directory of the drafter that comes with this package for a target, if one does."""
+    if target != SMOLLM2:
+        return None
+    path = Path(str(resources.files(__package__).joinpath("checkpoints", "dflash-smollm2-135m")))
+    return path if (path / "model.safetensors").exists() else None
+
+
+def pick_device(name: str | None) -> torch.device:
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
-from importlib import resources
+from collections.abc import Mapping
 from pathlib import Path
 
 from .errors import SharpDraftError
-from .models import SMOLLM2
-from .scale import REPORTED_SETTINGS, FixedSlope, policy_from_settings
+from .scale import REPORTED_SETTINGS, FixedSlope, Policy, policy_from_settings
 
 FILE = "sharpdraft.json"
+FROZEN = "frozen"
+"""What an engine is asked for that measures but does not scale."""
+
+
+def read_policy(path: Path) -> Policy:
+    """The policy of a settings file. Raises SharpDraftError for a file that is missing or broken."""
+    try:
+        return policy_from_settings(json.loads(path.read_text(encoding="utf-8"))["policy"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SharpDraftError(f"{path} is not a settings file ({error}): mend or remove it") from error
 
 
 def recommended(directory: Path) -> tuple[FixedSlope, bool]:
@@ -19,18 +28,42 @@ def recommended(directory: Path) -> tuple[FixedSlope, bool]:
     path = directory / FILE
     if not path.exists():
         return REPORTED_SETTINGS["dflash"], False
-    try:
-        policy = policy_from_settings(json.loads(path.read_text(encoding="utf-8"))["policy"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SharpDraftError(f"{path} is not a settings file ({error}): mend or remove it") from error
+    policy = read_policy(path)
     if not isinstance(policy, FixedSlope):
         raise SharpDraftError(f'{path}: the policy must be of kind "fixed_slope"')
     return policy, True
 
 
-def built_in_drafter(target: str) -> Path | None:
-    """Directory of the drafter that comes with this package for a target, if one does."""
-    if target != SMOLLM2:
+def asked_policy(asked: object, drafter: str | None) -> Policy | None:
+    """The policy that an engine's user asks for; None for Frozen, which is measured and not scaled.
+
+    asked: "frozen"; True for the drafter's own `sharpdraft.json`; the path of such a file or of a directory with one;
+    a mapping with the file's content, or with the policy alone, in which "kind" may be left out for a fixed slope.
+    drafter: the drafter's directory or hub id, if there is one.
+
+    Raises SharpDraftError for anything else.
+    """
+    if asked == FROZEN:
         return None
-    path = Path(str(resources.files(__package__).joinpath("checkpoints", "dflash-smollm2-135m")))
-    return path if (path / "model.safetensors").exists() else None
+    if asked is True:
+        path = Path(drafter or "") / FILE
+        if drafter is None or not path.exists():
+            raise SharpDraftError(
+                f"sharpdraft was asked for the drafter's own settings, but {drafter or 'the drafter'} has no {FILE} "
+                'in a local directory: give {"reference": N0}, N0 being about the length the drafter was trained at'
+            )
+        return read_policy(path)
+    if isinstance(asked, str) and asked:
+        path = Path(asked).expanduser()
+        return read_policy(path / FILE if path.is_dir() else path)
+    if isinstance(asked, Mapping) and asked:
+        policy = asked.get("policy", asked)
+        try:
+            return policy_from_settings(
+                {"kind": "fixed_slope", **policy} if isinstance(policy, Mapping) and policy else policy
+            )
+        except ValueError as error:
+            raise SharpDraftError(f"sharpdraft's settings are wrong: {error}") from error
+    raise SharpDraftError(
+        f'sharpdraft was asked for {asked!r}: give true, "{FROZEN}", the path of a {FILE}, or {{"reference": N0}}'
+    )

@@ -37,12 +37,11 @@ class _Layer:
 class Target:
     """The target model. Shapes: batch rows stand at the same positions; hidden states are [batch, rows, hidden]."""
 
-    def __init__(self, model: Any, *, weight_dtype: torch.dtype | None = None, pack: bool = True) -> None:
+    def __init__(self, model: Any, *, weight_dtype: torch.dtype | None = None) -> None:
         """Take over the weights of a transformers causal LM (Llama, Qwen2 or Qwen3 architecture).
 
         weight_dtype: run layers in another dtype than the model's; the residual stream and the head keep
-        the model's, so that close logits stay apart. pack: keep a second copy of float32 CPU weights that is
-        laid out for few rows.
+        the model's, so that close logits stay apart.
 
         Raises SharpDraftError for an architecture without a forward here.
         """
@@ -67,7 +66,7 @@ class Target:
             bias = (
                 None if modules[0].bias is None else torch.cat([m.bias.detach() for m in modules]).to(self.weight_dtype)
             )
-            return Linear(weight, bias, pack=pack)
+            return Linear(weight, bias)
 
         body = model.model
         self.embedding: Tensor = body.embed_tokens.weight.detach()
@@ -89,7 +88,7 @@ class Target:
                 )
             )
         self.norm: Tensor = body.norm.weight.detach()
-        self.head = Linear(model.lm_head.weight, pack=pack)
+        self.head = Linear(model.lm_head.weight)
         self.rotary = Rotary(body.rotary_emb, self.max_positions, self.device)
 
     def new_cache(self, capacity: int, *, batch: int = 1, dtype: torch.dtype | None = None) -> KVCache:

@@ -155,29 +155,7 @@ class DFlash:
     @classmethod
     def load(cls, directory: Path, target: Target) -> DFlash:
         """Read a published checkpoint directory. Raises SharpDraftError for anything that does not fit."""
-        config_path = directory / "config.json"
-        try:
-            config = json.loads(config_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise SharpDraftError(f"cannot read the drafter's {config_path}: {error}") from error
-        if not isinstance(config, dict):
-            raise SharpDraftError(f"cannot read the drafter's {config_path}: it holds no JSON object")
-        architectures = config.get("architectures") or []
-        if ARCHITECTURE not in architectures:
-            raise SharpDraftError(
-                f"{directory} holds {', '.join(architectures) or 'no named architecture'}, not {ARCHITECTURE}: "
-                "give a DFlash checkpoint as the drafter"
-            )
-        tensors: dict[str, Tensor] = {}
-        files = sorted(directory.glob("*.safetensors"))
-        if not files:
-            raise SharpDraftError(f"{directory} has no .safetensors file: download the checkpoint again")
-        for file in files:
-            try:
-                with safe_open(str(file), framework="pt") as opened:
-                    tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            except (SafetensorError, OSError) as error:
-                raise SharpDraftError(f"{file} is truncated or corrupt ({error}): download it again") from error
+        config, tensors = read_checkpoint(directory)
         return cls(config, tensors, target)
 
     def windowed(self, window: int) -> DFlash:
@@ -293,6 +271,40 @@ class DFlash:
         normed = F.rms_norm(hidden, (size,), layer.mlp_norm, self.eps)
         gate, up = layer.gate_up(normed).chunk(2, dim=-1)
         return hidden + layer.down(F.silu(gate) * up)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a DFlash directory. Raises SharpDraftError where it is none."""
+    config_path = directory / "config.json"
+    try:
+        config = json.loads(config_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SharpDraftError(f"cannot read the drafter's {config_path}: {error}") from error
+    if not isinstance(config, dict):
+        raise SharpDraftError(f"cannot read the drafter's {config_path}: it holds no JSON object")
+    architectures = config.get("architectures") or []
+    if ARCHITECTURE not in architectures:
+        raise SharpDraftError(
+            f"{directory} holds {', '.join(architectures) or 'no named architecture'}, not {ARCHITECTURE}: "
+            "give a DFlash checkpoint as the drafter"
+        )
+    return config
+
+
+def read_checkpoint(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and the tensors of a DFlash directory. Raises SharpDraftError where it does not hold them whole."""
+    config = read_config(directory)
+    tensors: dict[str, Tensor] = {}
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise SharpDraftError(f"{directory} has no .safetensors file: download the checkpoint again")
+    for file in files:
+        try:
+            with safe_open(str(file), framework="pt") as opened:
+                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise SharpDraftError(f"{file} is truncated or corrupt ({error}): download it again") from error
+    return config, tensors
 
 
 def save(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -85,7 +85,10 @@ def _cell(name: str, bucket: int, rows: Rows) -> Cell:
 
 def _order(name: str) -> tuple[int, float, str]:
     kind, _, number = name.partition("@")
-    return (["ar", "frozen", "sharpdraft", "fixed", "window"].index(kind), float(number or 0), name)
+    known = ["ar", "frozen", "sharpdraft", "fixed", "window"]
+    if kind not in known:  # a server that was given a name of its own
+        return (len(known), 0.0, name)
+    return (known.index(kind), float(number or 0), name)
 
 
 def _estimate(rows: Rows, of: Callable[[Rows], float]) -> Estimate:
@@ -102,8 +105,13 @@ def _estimate(rows: Rows, of: Callable[[Rows], float]) -> Estimate:
 
 
 def _mal(rows: Rows, place: str, name: str) -> float:
-    rounds = [accepted for row in rows for _, _, accepted in row[place][name]["rounds"]]
-    return 1 + sum(rounds) / len(rounds) if rounds else float("nan")
+    rounds = accepted = 0
+    for row in rows:
+        arm = row[place][name]
+        # A server counts its drafts itself; an engine of ours tells every round.
+        drafts, _, right = arm.get("counts") or (len(arm["rounds"]), 0, sum(r[2] for r in arm["rounds"]))
+        rounds, accepted = rounds + drafts, accepted + right
+    return 1 + accepted / rounds if rounds else float("nan")
 
 
 def _speed(rows: Rows, name: str) -> float:

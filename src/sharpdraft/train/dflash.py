@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,8 +23,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ..attention import additive, attend, rotate
-from ..drafters.dflash import ARCHITECTURE, save
+from ..drafters.dflash import ARCHITECTURE, DFlash, read_checkpoint, save
 from ..errors import SharpDraftError
+from ..linear import fast_bfloat16
 from ..target import Target
 
 
@@ -49,6 +50,25 @@ class Recipe:
     negatives: int = 2048
     seed: int = 0
 
+    @classmethod
+    def of(cls, directory: Path) -> Recipe:
+        """The recipe that goes on with a drafter: its shape, and a lower rate. Raises SharpDraftError for a
+        directory that holds no DFlash checkpoint."""
+        config, _ = read_checkpoint(directory)
+        try:
+            return cls(
+                block=config["block_size"],
+                layers=config["num_hidden_layers"],
+                taps=tuple(config["dflash_config"]["target_layer_ids"]),
+                mask_token=config["dflash_config"]["mask_token_id"],
+                start_layers=(),
+                rate=1e-3,
+            )
+        except (KeyError, TypeError) as error:
+            raise SharpDraftError(
+                f"{directory / 'config.json'} is not one that training can go on from: {error}"
+            ) from error
+
 
 class TrainableDFlash(nn.Module):
     """DFlash's parameters under their published names, and a forward over many blocks of many sequences."""
@@ -67,7 +87,14 @@ class TrainableDFlash(nn.Module):
             for _ in range(recipe.layers)
         )
         self.norm = _Norm(self.hidden, eps=self.eps)
-        self._start_from(target, recipe)
+        if recipe.start_layers:
+            self._start_from(target, recipe)
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take a drafter's weights under their published names; the features' scale comes out of the fusion's."""
+        self.load_state_dict({name: tensors[name].float() for name in self.state_dict()})
+        self.fc.weight *= self.scale
 
     @torch.no_grad()
     def _start_from(self, target: Target, recipe: Recipe) -> None:
@@ -213,7 +240,7 @@ def draw(corpus: Corpus, rows: Sequence[int], recipe: Recipe, width: int, genera
     ahead = ahead.clamp(max=length - 1)
     valid = written[row, ahead].long().cumprod(-1).bool() & usable.gather(1, anchors)[..., None]
     return Batch(
-        features=features[..., :width].bfloat16(),
+        features=features[..., :width],
         final=features[..., width:][row, ahead - 1],
         anchors=anchors,
         tokens=tokens.gather(1, anchors),
@@ -283,19 +310,27 @@ def _interrupt_noted() -> Iterator[Callable[[], bool]]:
 class Trainer:
     """Training with a held-out curve, checkpoints that a later run goes on from, and a log as JSON lines."""
 
-    def __init__(self, target: Target, recipe: Recipe, train: Corpus, held: Corpus, out: Path) -> None:
+    def __init__(
+        self, target: Target, recipe: Recipe, train: Corpus, held: Corpus, out: Path, start: Path | None = None
+    ) -> None:
+        """start: a drafter to go on from; Raises SharpDraftError where it is not one for this target."""
         self.target, self.recipe, self.train_set, self.held, self.out = target, recipe, train, held, out
         out.mkdir(parents=True, exist_ok=True)
         self.width = len(recipe.taps) * target.hidden_size
         self.device = target.device
         with torch.device(self.device):
             self.module = TrainableDFlash(target, recipe, robust_scale(train, self.width).to(self.device))
+        if start is not None:
+            config, tensors = read_checkpoint(start)
+            DFlash(config, tensors, target)  # refuses a drafter of another target
+            self.module.load(tensors)
         occurring = torch.zeros(target.vocab_size, dtype=torch.bool)
         occurring[train.tokens.unique()] = True
         self.common = occurring.nonzero()[:, 0]
         self.rare = (~occurring).nonzero()[:, 0]
         self.embedding = target.embedding.float()
-        self.head = target.head.weight.bfloat16()
+        self.dtype = torch.bfloat16 if fast_bfloat16(self.device) else torch.float32
+        self.head = target.head.weight.to(self.dtype)
         matrices = [p for p in self.module.layers.parameters() if p.ndim == 2]
         others = [p for p in self.module.parameters() if not any(p is m for m in matrices)]
         self.optimizers: list[torch.optim.Optimizer] = [
@@ -319,8 +354,8 @@ class Trainer:
         ids = torch.full((*batch.anchors.shape, self.recipe.block), self.recipe.mask_token)
         ids[..., 0] = batch.tokens
         blocks = F.embedding(ids.to(self.device), self.embedding)
-        with torch.autocast(self.device.type, torch.bfloat16):
-            out: Tensor = self.module(batch.features.to(self.device), blocks, batch.anchors.to(self.device))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            out: Tensor = self.module(batch.features.to(self.device, self.dtype), blocks, batch.anchors.to(self.device))
         return out[:, :, 1:]
 
     def _vocabulary(self) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from ..errors import SharpDraftError
 from ..lab.tasks import built_in, turns_of
-from ..models import load_target
+from ..linear import fast_bfloat16
+from ..models import load_target, pick_device
 from ..target import Target
 from . import prompts
 from .dflash import Corpus, Recipe, Trainer
@@ -35,14 +36,21 @@ def distil_dflash(
     batch: int,
     steps: int | None,
     device: str | None,
+    start: Path | None = None,
+    first_wave: int = 0,
     progress: ProgressBar,
 ) -> Path:
     """Write `tokens` tokens of text in waves, train on them, export; what is already in `out` is kept.
 
+    start: a drafter's directory to go on from, instead of layers of the target. first_wave: number of the first
+    wave of text, each number being another text, so that a drafter can go on with text it has not seen.
+
     Returns the drafter's directory. Raises SharpDraftError when a file cannot be written or read.
     """
-    target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype(), pack=False)
-    recipe = Recipe() if steps is None else replace(Recipe(), steps=steps)
+    target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype(device))
+    recipe = Recipe() if start is None else Recipe.of(start)
+    if steps is not None:
+        recipe = replace(recipe, steps=steps)
     deepest = max(*recipe.taps, *recipe.start_layers)
     if deepest >= target.num_layers:
         raise SharpDraftError(f"the recipe needs a target's layer {deepest}; this one has {target.num_layers} layers")
@@ -58,8 +66,9 @@ def distil_dflash(
         held = [
             _wave(target, tokenizer, text, i, True, batch, context, recipe, progress) for i in range(_HELD_OUT_WAVES)
         ]
-        train = [_wave(target, tokenizer, text, i, False, batch, context, recipe, progress) for i in range(waves)]
-        trainer = Trainer(target, recipe, Corpus(train), Corpus(held), out)
+        numbers = range(first_wave, first_wave + waves)
+        train = [_wave(target, tokenizer, text, i, False, batch, context, recipe, progress) for i in numbers]
+        trainer = Trainer(target, recipe, Corpus(train), Corpus(held), out, start)
         trainer.resume()
         with progress(recipe.steps, "training") as (bar, task):
             held_text = ""
@@ -84,7 +93,7 @@ def record_sessions(
 ) -> None:
     """Write the built-in sessions' texts: tokens uint16 (int32 for a vocabulary beyond it) and turns int32 [turns, 3]
     (see lab.tasks.Turn) of each. Raises SharpDraftError when the file cannot be written."""
-    target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype())
+    target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype(device))
     if length > target.max_positions:
         raise SharpDraftError(f"--length {length}: this target takes at most {target.max_positions} tokens")
     try:
@@ -158,6 +167,6 @@ def _end_of_turn(target: Target) -> int:
     return int(ends[0] if isinstance(ends, list) else ends)
 
 
-def _writing_dtype() -> torch.dtype | None:
+def _writing_dtype(device: str | None) -> torch.dtype | None:
     """bfloat16 weights where the machine multiplies them fast; text for training need not be exact to the bit."""
-    return torch.bfloat16 if torch.cuda.is_available() or torch.cpu._is_amx_tile_supported() else None
+    return torch.bfloat16 if fast_bfloat16(pick_device(device)) else None
