@@ -6,18 +6,26 @@ the same head guesses every number of tokens right now and then; where more is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from sharpdraft import cli
 from sharpdraft.decode.cache import KVCache
-from sharpdraft.drafters.dflash import DFlash
+from sharpdraft.drafters.dflash import DFlash, save
 from sharpdraft.scale import Policy
 from sharpdraft.target import Target
 
@@ -192,3 +200,79 @@ class Oracle:
         assert anchor == self.text[first - 1]
         self.policies.append(policy)
         return torch.tensor([(self.text[at] + (at in self.wrong)) % VOCAB for at in range(first, first + count)])
+
+
+# Checkpoints on disk, and the command line
+
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    model: Any
+    tokenizer: Any
+    target: Path
+    drafter: Path
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    model = make_model("llama")
+    model.config.eos_token_id = model.generation_config.eos_token_id = 2
+    model.save_pretrained(folder / "target")
+    words = ["<unk>", "<|im_start|>", "<|im_end|>", "<mask>", "user", "assistant"]
+    words += [f"w{i}" for i in range(len(words), VOCAB)]
+    plain = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    plain.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, bos_token="<|im_start|>", eos_token="<|im_end|>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder / "target")
+    save(folder / "drafter", drafter_config(), drafter_tensors(drafter_config()))
+    (folder / "drafter" / "sharpdraft.json").write_text(
+        json.dumps({"policy": {"kind": "fixed_slope", "reference": 40}})
+    )
+    return Checkpoints(model, tokenizer, folder / "target", folder / "drafter")
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """The command line in this process: exit code, stdout, stderr."""
+
+    def call(*args: object, stdin: str = "") -> Result:
+        monkeypatch.setattr(sys, "argv", ["sharpdraft", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.chdir(tmp_path)
+        capsys.readouterr()
+        code: Any = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            code = exit_.code or 0
+        said = capsys.readouterr()
+        return Result(code, said.out, said.err)
+
+    return call
+
+
+def check_one_line(result: Result, *parts: str) -> None:
+    assert result.code == 1
+    assert result.out == ""
+    assert result.err.startswith("error: ") and result.err.count("\n") == 1 and result.err.endswith("\n")
+    for part in parts:
+        assert part in result.err

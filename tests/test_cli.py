@@ -8,8 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,20 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
-from conftest import BLOCK, POSITIONS, VOCAB, continuation, drafter_config, drafter_tensors, make_model
+from conftest import (
+    BLOCK,
+    CHAT,
+    POSITIONS,
+    VOCAB,
+    Checkpoints,
+    Result,
+    Run,
+    check_one_line,
+    continuation,
+    drafter_config,
+    drafter_tensors,
+)
 from sharpdraft import cli, models, settings
 from sharpdraft.decode.loop import Session
 from sharpdraft.drafters.dflash import DFlash, save
@@ -32,79 +38,7 @@ from sharpdraft.target import Target
 from sharpdraft.train import pipeline
 from sharpdraft.train.dflash import Recipe
 
-CHAT = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-COMMANDS = ["generate", "demo", "bench", "train", "train dflash", "record"]
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    model: Any
-    tokenizer: Any
-    target: Path
-    drafter: Path
-
-
-@pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    model = make_model("llama")
-    model.config.eos_token_id = model.generation_config.eos_token_id = 2
-    model.save_pretrained(folder / "target")
-    words = ["<unk>", "<|im_start|>", "<|im_end|>", "<mask>", "user", "assistant"]
-    words += [f"w{i}" for i in range(len(words), VOCAB)]
-    plain = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    plain.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=plain, bos_token="<|im_start|>", eos_token="<|im_end|>", unk_token="<unk>"
-    )
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(folder / "target")
-    save(folder / "drafter", drafter_config(), drafter_tensors(drafter_config()))
-    (folder / "drafter" / "sharpdraft.json").write_text(
-        json.dumps({"policy": {"kind": "fixed_slope", "reference": 40}})
-    )
-    return Checkpoints(model, tokenizer, folder / "target", folder / "drafter")
-
-
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """The command line in this process: exit code, stdout, stderr."""
-
-    def call(*args: object, stdin: str = "") -> Result:
-        monkeypatch.setattr(sys, "argv", ["sharpdraft", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        monkeypatch.chdir(tmp_path)
-        capsys.readouterr()
-        code: Any = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            code = exit_.code or 0
-        said = capsys.readouterr()
-        return Result(code, said.out, said.err)
-
-    return call
-
-
-def check_one_line(result: Result, *parts: str) -> None:
-    assert result.code == 1
-    assert result.out == ""
-    assert result.err.startswith("error: ") and result.err.count("\n") == 1 and result.err.endswith("\n")
-    for part in parts:
-        assert part in result.err
+COMMANDS = ["generate", "demo", "bench", "train", "train dflash", "doctor", "record"]
 
 
 # Help and usage

@@ -21,6 +21,7 @@ from sharpdraft import FixedSlope, SharpDraftError, scale_queries
 from sharpdraft.engines import vllm as plugin
 from sharpdraft.engines import vllm_stats as stats
 from sharpdraft.engines.imports import when_imported
+from sharpdraft.engines.vllm_checks import warnings_for, windows_of
 from sharpdraft.settings import FROZEN, asked_policy
 
 POLICY = FixedSlope(40, top_k=8)
@@ -297,18 +298,32 @@ def test_environment_that_is_no_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_warnings_of_what_costs_acceptance_at_length() -> None:
     policy = FixedSlope(2048)
-    assert plugin.warnings_for(config(), policy, [None]) == []
-    (one,) = plugin.warnings_for(config(draft={"max_model_len": 4096}), policy, [None])
+    assert warnings_for(config(), policy, [None]) == []
+    (one,) = warnings_for(config(draft={"max_model_len": 4096}), policy, [None])
     assert "4096" in one and "8192" in one
-    (one,) = plugin.warnings_for(config(), policy, [None, 1024])
+    (one,) = warnings_for(config(), policy, [None, 1024])
     assert "window of 1024" in one
-    (one,) = plugin.warnings_for(config(target={"max_model_len": 2048}, draft={"max_model_len": 2048}), policy, [None])
+    (one,) = warnings_for(config(target={"max_model_len": 2048}, draft={"max_model_len": 2048}), policy, [None])
     assert "scaling never acts" in one
     yarn = {"hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "yarn"})}
-    (one,) = plugin.warnings_for(config(target=yarn), policy, [None])
+    (one,) = warnings_for(config(target=yarn), policy, [None])
     assert "yarn" in one
-    (one,) = plugin.warnings_for(config(connector=object()), policy, [None])
+    (one,) = warnings_for(config(connector=object()), policy, [None])
     assert "connector" in one
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({}, [None, None]),
+        ({"sliding_window": 128}, [None, None]),
+        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}, [128, None]),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 64}}, [64, 64]),
+        ({"dflash_config": {"use_swa": True}, "sliding_window": 32, "layer_types": ["full_attention"] * 2}, [32, 32]),
+    ],
+)
+def test_windows_that_a_drafter_names(fields: dict[str, Any], windows: list[int | None]) -> None:
+    assert windows_of(SimpleNamespace(num_hidden_layers=2, **fields)) == windows
 
 
 # Hooks

@@ -73,6 +73,7 @@ TURNS = _option(2, "--turns-per-bucket", help="Answers measured in each context 
 MASS = _option(0, "--mass-every", help="Attention mass at every so many replayed tokens; 0: never.", least=0)
 ANSWER = _option(192, "--answer-tokens", help="Longest answer to a prompt of --prompts, tokens.", least=2)
 ENGINE = _option(None, "--engine", help="Serve with vllm instead of the lab's own loop.", shown="the lab's loop")
+DOCTOR_ENGINE = _option("vllm", "--engine", help="The engine to look at.")
 ENGINE_ARGS = _option("{}", "--engine-args", help="Further arguments of vllm.LLM, as a JSON object.")
 BASE_URL = _option(
     None, "--base-url", help="Running OpenAI-compatible servers instead: ARM=URL,ARM=URL or one URL.", shown="none"
@@ -439,6 +440,29 @@ def train_dflash(
             progress=_progress,
         )
     typer.echo(drafter)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def doctor(context: typer.Context, engine: str = DOCTOR_ENGINE, as_json: bool = JSON) -> None:
+    """What the plugin would do in an engine, without starting it.
+
+    Everything behind -- is what `vllm serve` takes: doctor -- MODEL --speculative-config ... --additional-config ...
+    Exit code 2: there are warnings.
+    """
+    if engine != "vllm":
+        raise SharpDraftError(f"--engine {engine}: known is vllm")
+    from .engines.vllm_checks import doctor as checked
+
+    facts, warnings = checked(context.args)
+    if as_json:
+        typer.echo(json.dumps({"facts": facts, "warnings": warnings}))
+    else:
+        for fact in facts:
+            out.print(escape(fact), highlight=False, soft_wrap=True)
+        for warning in warnings:
+            out.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
+    if warnings:
+        raise typer.Exit(2)
 
 
 @app.command()

@@ -15,7 +15,7 @@ import inspect
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any
@@ -24,15 +24,16 @@ from torch import Tensor
 
 from ..cardinality import ragged_keys
 from ..errors import SharpDraftError
-from ..scale import FixedSlope, Policy, scale_queries
+from ..scale import Policy, scale_queries
 from ..settings import asked_policy
 from . import vllm_stats
 from .imports import when_imported
+from .vllm_checks import describe, version_warnings, warnings_for
 
-TESTED = ("0.32",)
 KEY = "sharpdraft"
 ENVIRONMENT = "SHARPDRAFT"
 
+_V1, _V2 = "vllm.v1.spec_decode.llm_base_proposer", "vllm.v1.worker.gpu.spec_decode.speculator"
 # Their metadata has the rows and Keys of each request as `query_start_loc` and `seq_lens`.
 _BACKENDS = {
     "CPU_ATTN",
@@ -52,8 +53,8 @@ def register() -> None:
     """Entry point of `vllm.general_plugins`; may be called more than once in a process."""
     when_imported("vllm.engine.arg_utils", lambda m: _wrap(m.EngineArgs, "create_engine_config", _validated))
     # The V1 and the V2 runner's drafters: each knows which attention layers its own model brought along.
-    when_imported("vllm.v1.spec_decode.llm_base_proposer", lambda m: _scale_after_load(m, "SpecDecodeBaseProposer"))
-    when_imported("vllm.v1.worker.gpu.spec_decode.speculator", lambda m: _scale_after_load(m, "DraftModelSpeculator"))
+    when_imported(_V1, lambda m: _scale_after_load(m, "SpecDecodeBaseProposer"))
+    when_imported(_V2, lambda m: _scale_after_load(m, "DraftModelSpeculator"))
     vllm_stats.register(is_asked)
 
 
@@ -173,6 +174,21 @@ def _scale(layer: Any, gains: _Gains) -> None:
     layer.impl.forward = scaled
 
 
+def missing_hooks() -> list[str]:
+    """What this vLLM lacks of what the plugin relies on, in words."""
+    from importlib import import_module
+
+    missing = []
+    for module, name in ((_V1, "SpecDecodeBaseProposer"), (_V2, "DraftModelSpeculator")):
+        try:
+            found = hasattr(getattr(import_module(module), name, None), "load_model")
+        except ImportError:
+            found = module == _V2  # The V2 runner needs Triton; where it is missing, V1 runs.
+        if not found:
+            missing.append(f"{module} has no {name}.load_model: its drafters stay unscaled")
+    return missing
+
+
 def _scale_after_load(module: ModuleType, name: str) -> None:
     cls = getattr(module, name, None)
     if cls is None or not hasattr(cls, "load_model"):
@@ -212,68 +228,9 @@ def _start(drafter: Any) -> None:
         _log().error("sharpdraft: %s stays unscaled: %s", name, reason)
     if done := [name for name in layers if name not in refused]:
         _log().info("sharpdraft: %s", describe(policy, done))
-    _check_version()
     windows = [layers[name].sliding_window for name in done]
-    for warning in warnings_for(config, policy, windows):
+    for warning in (*version_warnings(), *warnings_for(config, policy, windows)):
         _log().warning("sharpdraft: %s", warning)
-
-
-def describe(policy: Policy, layers: Iterable[str]) -> str:
-    """What is scaled, in one line."""
-    names = list(layers)
-    rule = repr(policy)
-    if isinstance(policy, FixedSlope):
-        rule = f"N0 = {policy.reference}, k = {policy.top_k}, s = {policy.slope:g}, cap {policy.max_scale:.3f}"
-    return f"Queries of {len(names)} draft layers are scaled by the Keys they see ({rule}): {', '.join(names)}"
-
-
-def warnings_for(config: Any, policy: Policy, windows: Iterable[int | None]) -> list[str]:
-    """What silently costs acceptance at length, or keeps scaling from acting, in a vLLM config.
-
-    windows: sliding window of each draft layer, None for full attention.
-    """
-    found = []
-    served, speculative = config.model_config.max_model_len, config.speculative_config
-    draft = speculative.draft_model_config
-    if draft.max_model_len < served:
-        found.append(
-            f"the drafter's maximum length is {draft.max_model_len} and {served} are served: beyond it vLLM drafts "
-            "nothing, or takes positions the drafter has no RoPE for; serve less, or raise its max_position_embeddings"
-        )
-    rope, own = (_rope(c.hf_text_config) for c in (config.model_config, draft))
-    if rope["type"] != "default" and own["type"] == "default":
-        found.append(
-            f"the target's RoPE is of type {rope['type']} and the drafter's is not: their positions part ways where "
-            "the target's are stretched; check the drafter's rope_parameters"
-        )
-    if isinstance(policy, FixedSlope):
-        short = sorted({w for w in windows if w is not None and w <= policy.reference})
-        if short:
-            found.append(f"a window of {short[0]} Keys never exceeds N0 = {policy.reference}: scaling never acts there")
-        if served <= policy.reference:
-            found.append(f"{served} tokens are served and N0 is {policy.reference}: scaling never acts")
-    if speculative.method in ("dflash", "dspark") and config.kv_transfer_config is not None:
-        found.append(
-            "a KV connector restores the target's Keys but not the drafter's, which are made from hidden states "
-            "(vLLM issue 47930): acceptance collapses on restored prefixes"
-        )
-    return found
-
-
-def _rope(hf_config: Any) -> dict[str, Any]:
-    parameters = getattr(hf_config, "rope_parameters", None) or {}
-    return {"type": parameters.get("rope_type", "default")}
-
-
-def _check_version() -> None:
-    import vllm
-
-    if not vllm.__version__.startswith(TESTED):
-        _log().warning(
-            "sharpdraft: vLLM %s has the hooks this plugin relies on, but was not tested; tested: %s",
-            vllm.__version__,
-            ", ".join(TESTED),
-        )
 
 
 def _validated(arguments: Any, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
