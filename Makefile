@@ -1,12 +1,17 @@
-.PHONY: demo test lint format clean
+.PHONY: demo test test-vllm lint format clean
 
 READY := .venv/.ready
+READY_VLLM := .venv-vllm/.ready
 
 demo: $(READY)
 	.venv/bin/sharpdraft demo
 
 test: lint
 	.venv/bin/pytest -q -m "not slow"
+
+# Real vLLM on the CPU: a quarter of an hour on two cores.
+test-vllm: $(READY_VLLM)
+	.venv-vllm/bin/python -m pytest -q tests/test_vllm.py tests/test_vllm_plugin.py
 
 lint: $(READY)
 	.venv/bin/ruff check
@@ -18,8 +23,12 @@ format: $(READY)
 	.venv/bin/ruff format
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml scripts/setup.sh
 	scripts/setup.sh
+	touch $@
+
+$(READY_VLLM): pyproject.toml scripts/setup-vllm.sh
+	scripts/setup-vllm.sh
 	touch $@

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
 from conftest import BLOCK, PROMPT, VOCAB, Tiny, full_disk, make_model
@@ -323,6 +324,31 @@ def test_exported_drafter_computes_what_was_trained(
     for k, (state, drafts) in enumerate(zip(reversed(states), reversed(drafted), strict=True)):
         torch.testing.assert_close(state[0], hidden[0, k, 1:], rtol=1e-3, atol=1e-4)
         assert torch.equal(drafts, head(hidden[0, k, 1:]).argmax(-1))
+
+
+def test_going_on_from_a_drafter_starts_where_it_ended(
+    llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path
+) -> None:
+    first = Trainer(llama.target, RECIPE, *corpora, tmp_path / "first")
+    for _ in range(3):
+        first.train_step()
+    first.export(tmp_path / "drafter")
+    recipe = Recipe.of(tmp_path / "drafter")
+    assert (recipe.block, recipe.layers, recipe.taps, recipe.mask_token) == (BLOCK, RECIPE.layers, RECIPE.taps, 3)
+    second = Trainer(llama.target, recipe, corpora[1], corpora[1], tmp_path / "second", tmp_path / "drafter")
+    assert not torch.equal(second.module.scale, first.module.scale), "features are scaled by the new text"
+    second.export(tmp_path / "again")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("drafter", "again"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-2, atol=0)
+    config = tmp_path / "drafter" / "config.json"
+    config.write_text(config.read_text().replace('"num_target_layers": 4', '"num_target_layers": 36'))
+    with pytest.raises(SharpDraftError, match="another target"):
+        Trainer(llama.target, recipe, *corpora, tmp_path / "third", tmp_path / "drafter")
+    config.write_text('{"architectures": ["DFlashDraftModel"]}')
+    with pytest.raises(SharpDraftError, match="training can go on from"):
+        Recipe.of(tmp_path / "drafter")
 
 
 def test_start_is_the_targets_layers(llama: Tiny) -> None:

@@ -1,0 +1,72 @@
+"""What only a CUDA machine can show of the vLLM plugin: CUDA graphs, torch.compile and the V2 runner, against eager.
+
+    python benchmarks/vllm_cuda.py [TARGET DRAFTER]
+
+Needs vLLM for CUDA and sharpdraft in one environment; without arguments it takes the built-in target and drafter.
+Each way of running is started once, asked for the same answers, and must accept what eager mode accepts, Frozen and
+scaled, and write what the target alone writes; bfloat16 ties are the one exception, so it runs in float32.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from sharpdraft.lab.tasks import recordings
+from sharpdraft.lab.vllm_arm import Engine
+from sharpdraft.models import SMOLLM2, built_in_drafter, smollm2_dir
+from sharpdraft.scale import policy_to_settings
+from sharpdraft.settings import FROZEN, recommended
+
+WAYS = {
+    "eager": ({"enforce_eager": True}, {}),
+    "graphs": ({}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    "graphs, V2 runner": ({}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}),
+}
+
+
+def main() -> None:
+    target, drafter = (
+        (Path(p) for p in sys.argv[1:3]) if len(sys.argv) > 2 else (smollm2_dir(), built_in_drafter(SMOLLM2))
+    )
+    assert drafter is not None
+    policy, _ = recommended(drafter)
+    prompts = [
+        list(r.tokens[:n]) for r, n in zip(recordings(), (60, 400, 900, 1800, 3000, 4500, 6000, 7000), strict=True)
+    ]
+    failed = False
+    texts: list[list[int]] = []
+    seen: dict[object, list[int]] = {}
+    for asked in (None, FROZEN, policy_to_settings(policy)):
+        for way, (options, environment) in WAYS.items():
+            if asked is None and way != "eager":
+                continue
+            os.environ.update(environment)
+            began = time.perf_counter()
+            log = Path(f"vllm-cuda-{way.replace(', ', '-').replace(' ', '-')}.log")
+            engine = Engine(target, None if asked is None else drafter, 5, asked, {"dtype": "float32", **options}, log)
+            started = time.perf_counter() - began
+            answer = engine.answer(prompts, 128)
+            again = engine.answer(prompts, 128)
+            engine.close()
+            for name in environment:
+                del os.environ[name]
+            texts = texts or answer["tokens"]
+            accepted = [sum(r[2] for r in rounds) for rounds in answer["rounds"]]
+            first = seen.setdefault(str(asked), accepted)
+            same = answer["tokens"] == texts and again["tokens"] == texts
+            close = all(abs(a - b) <= 2 for a, b in zip(accepted, first, strict=True))
+            failed |= not (same and close)
+            speed = again["decoded"] / again["seconds"]
+            print(
+                f"{str(asked)[:40]:40} {way:18} start {started:5.0f} s, {speed:7.1f} tokens/s, tokens "
+                f"{'equal' if same else 'DIFFER'}, accepted {accepted} {'as eager' if close else 'UNLIKE eager'}",
+                flush=True,
+            )
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
