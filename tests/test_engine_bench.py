@@ -162,7 +162,7 @@ def test_arms_take_turns_and_rows_become_the_labs_table() -> None:
     backends = {
         "ar": Scripted(log, "ar", 0),
         "frozen": Scripted(log, "frozen", 1),
-        "sharpdraft": Scripted(log, "sd", 2),
+        "sharpdraft": Scripted(log, "sharpdraft", 2),
     }
     run_groups(groups, backends, (), [], rows.append)
     names = list(backends)

@@ -28,7 +28,7 @@ from ..scale import Policy, scale_queries
 from ..settings import asked_policy
 from . import vllm_stats
 from .imports import when_imported
-from .vllm_checks import describe, version_warnings, warnings_for
+from .vllm_checks import describe, norm_warnings, version_warnings, warnings_for
 
 KEY = "sharpdraft"
 ENVIRONMENT = "SHARPDRAFT"
@@ -229,7 +229,7 @@ def _start(drafter: Any) -> None:
     if done := [name for name in layers if name not in refused]:
         _log().info("sharpdraft: %s", describe(policy, done))
     windows = [layers[name].sliding_window for name in done]
-    for warning in (*version_warnings(), *warnings_for(config, policy, windows)):
+    for warning in (*version_warnings(), *norm_warnings(config), *warnings_for(config, policy, windows)):
         _log().warning("sharpdraft: %s", warning)
 
 

@@ -69,6 +69,24 @@ def version_warnings() -> list[str]:
     return [f"vLLM {vllm.__version__} has the hooks relied on, but was not tested; tested: {', '.join(TESTED)}"]
 
 
+def norm_warnings(config: Any) -> list[str]:
+    """Says so where this vLLM's RMS norm takes one weight for all of a DFlash drafter's layers, as on CPU in 0.32."""
+    import torch
+    from vllm import _custom_ops as ops
+
+    if config.speculative_config.method != "dflash" or config.device_config.device_type != "cpu":
+        return []
+    keys, weights = torch.ones(2, 1, 1, 32), torch.stack((torch.ones(32), 2 * torch.ones(32)))
+    normed = torch.empty_like(keys)
+    ops.rms_norm(normed, keys, weights, 1e-6)
+    if torch.allclose(normed[1], 2 * normed[0]):
+        return []
+    return [
+        "this vLLM norms the context Keys of every DFlash layer with the first layer's weights: a drafter of several "
+        "layers accepts less here than it should; output is not affected"
+    ]
+
+
 def windows_of(hf_config: Any) -> list[int | None]:
     """Sliding window of each layer that a drafter's configuration names, None for full attention."""
     dflash = getattr(hf_config, "dflash_config", None) or {}

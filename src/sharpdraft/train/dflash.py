@@ -333,12 +333,17 @@ class Trainer:
         self.head = target.head.weight.to(self.dtype)
         matrices = [p for p in self.module.layers.parameters() if p.ndim == 2]
         others = [p for p in self.module.parameters() if not any(p is m for m in matrices)]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(
-                matrices, lr=recipe.rate, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-            ),
-            torch.optim.AdamW(others, lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.01),
-        ]
+        self.optimizers: list[torch.optim.Optimizer] = []
+        if self.dtype == torch.bfloat16:
+            self.optimizers.append(
+                torch.optim.Muon(
+                    matrices, lr=recipe.rate, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+                )
+            )
+        else:
+            # Muon multiplies in bfloat16, which takes longer than all the rest where no unit is made for it.
+            others = [*matrices, *others]
+        self.optimizers.append(torch.optim.AdamW(others, lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.01))
         self.step = 0
         self.generator = torch.Generator().manual_seed(recipe.seed)
         self.order: list[int] = []
@@ -413,7 +418,8 @@ class Trainer:
             batch = draw(self.held, rows.tolist(), self.recipe, self.width, generator)
             hidden = self._hidden(batch)
             for h, label, valid in zip(hidden, batch.labels, batch.valid, strict=True):
-                choice = (h.to(self.head.dtype) @ self.head.T).float().argmax(-1).cpu()
+                logits = F.linear(h.reshape(-1, h.shape[-1]).to(self.head.dtype), self.head)
+                choice = logits.float().argmax(-1).view(label.shape).cpu()
                 right.append((choice == label).long().cumprod(-1))
                 whole.append(valid.all(-1))
         kept = torch.cat(right)[torch.cat(whole)].float()
