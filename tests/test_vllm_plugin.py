@@ -438,3 +438,103 @@ def test_another_scheduler_than_the_known_one_is_left_alone() -> None:
     before = Other.make_spec_decoding_stats
     stats._count_in(Other, plugin.is_asked)
     assert Other.make_spec_decoding_stats is before
+
+
+# A vLLM that is not as relied on
+
+
+class Log:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __getattr__(self, level: str) -> Any:
+        return lambda text, *values: self.lines.append(f"{level}: {text % values if values else text}")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    log = Log()
+    monkeypatch.setattr(plugin, "_log", lambda: log)
+    return log
+
+
+class Proposer:
+    """Stands for vLLM's proposer of a drafter with one attention layer."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.layer = Attention()
+        self.vllm_config = config(changes.pop("asked", {"reference": 700}), **changes)
+        self.vllm_config.compilation_config.static_forward_context["draft.0"] = self.layer
+        self.vllm_config.device_config = SimpleNamespace(device_type="cuda")
+
+    def load_model(self, target: str) -> str:
+        self._draft_attn_layer_names = {"draft.0"}
+        return f"loaded for {target}"
+
+
+@pytest.fixture
+def proposer(monkeypatch: pytest.MonkeyPatch) -> type[Proposer]:
+    """A fresh class with the plugin's wrapper on it, and stand-ins for what is imported from vLLM."""
+    vllm, context, ops = ModuleType("vllm"), ModuleType("vllm.forward_context"), ModuleType("vllm._custom_ops")
+    vllm.__version__, vllm._custom_ops = "0.32.1", ops  # type: ignore[attr-defined]
+    context.get_forward_context = ForwardPass  # type: ignore[attr-defined]
+    for name, module in (("vllm", vllm), ("vllm.forward_context", context), ("vllm._custom_ops", ops)):
+        monkeypatch.setitem(sys.modules, name, module)
+    fresh = type("Fresh", (Proposer,), {"load_model": Proposer.load_model})
+    module = ModuleType("proposer")
+    module.Fresh = fresh  # type: ignore[attr-defined]
+    plugin._scale_after_load(module, "Fresh")
+    plugin._scale_after_load(module, "Fresh")
+    return fresh
+
+
+def scaled(layer: Attention) -> bool:
+    query = torch.ones(1, 1, 2)
+    return not torch.equal(layer.call(query, Metadata(torch.tensor([0, 1]), torch.tensor([5000]))), query)
+
+
+def test_a_loaded_drafter_is_scaled_and_the_log_says_so(proposer: type[Proposer], log: Log) -> None:
+    drafter = proposer()
+    assert drafter.load_model("x") == "loaded for x"
+    assert scaled(drafter.layer)
+    assert log.lines == [
+        "info: sharpdraft: Queries of 1 draft layers are scaled by the Keys they see "
+        "(N0 = 700, k = 32, s = 5, cap 1.649): draft.0"
+    ]
+
+
+def test_an_untested_version_is_warned_of(proposer: type[Proposer], log: Log) -> None:
+    sys.modules["vllm"].__version__ = "0.99.0"  # type: ignore[attr-defined]
+    drafter = proposer()
+    drafter.load_model("x")
+    assert scaled(drafter.layer) and "0.99.0" in log.lines[1] and "not tested" in log.lines[1]
+
+
+@pytest.mark.parametrize("what", ["names", "config", "nothing asked", "frozen"])
+def test_a_drafter_that_cannot_or_shall_not_be_scaled_serves_on(what: str, proposer: type[Proposer], log: Log) -> None:
+    drafter = proposer(asked={"nothing asked": None, "frozen": FROZEN}.get(what, {"reference": 700}))
+    if what == "config":
+        del drafter.vllm_config.parallel_config
+    if what == "names":
+        drafter.load_model = lambda target: None  # type: ignore[method-assign]
+        plugin._scaled_once_loaded(drafter, lambda self: None)
+    else:
+        assert drafter.load_model("x") == "loaded for x"
+    assert not scaled(drafter.layer)
+    expected = {"names": "names no attention layers", "config": "not as relied on", "frozen": "Frozen as asked"}
+    assert [expected[what] in line for line in log.lines] == [True] if what in expected else log.lines == []
+
+
+def test_a_vllm_without_the_hook_is_told(log: Log) -> None:
+    plugin._scale_after_load(ModuleType("empty"), "SpecDecodeBaseProposer")
+    assert "no SpecDecodeBaseProposer.load_model" in log.lines[0]
+
+
+def test_metadata_that_does_not_tell_leaves_the_query_as_it_is(log: Log) -> None:
+    layer = Attention()
+    attached(layer)
+    query = torch.randn(2, 1, 2)
+    per_request = Metadata(torch.tensor([0, 2]), torch.tensor([5000]), causal=torch.tensor([1]))
+    for odd in (SimpleNamespace(), ForwardPass(), per_request):
+        assert torch.equal(layer.call(query, odd), query)
+    assert "does not say" in log.lines[0]

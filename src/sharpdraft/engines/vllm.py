@@ -144,13 +144,12 @@ class _Gains:
             or self.metadata() is not metadata
             or len(self.gain) != rows
         ):
+            start, keys = (getattr(metadata, name, None) for name in ("query_start_loc", "seq_lens"))
             causal = getattr(metadata, "causal", True)
-            if not isinstance(causal, bool):
-                _log().warning_once("sharpdraft: causality that differs by request is not supported: left unscaled")
+            if start is None or keys is None or not isinstance(causal, bool):
+                _log().warning_once("sharpdraft: %s does not say what each row sees: left unscaled", type(metadata))
                 return None
-            self.gain = self.policy.gain(
-                ragged_keys(metadata.query_start_loc, metadata.seq_lens, rows, causal=causal, window=self.window)
-            )
+            self.gain = self.policy.gain(ragged_keys(start, keys, rows, causal=causal, window=self.window))
             self.computed_in, self.metadata = weakref.ref(now), weakref.ref(metadata)
         return self.gain
 
@@ -203,6 +202,9 @@ def _scaled_once_loaded(drafter: Any, load: Callable[..., Any], *args: Any, **kw
         _start(drafter)
     except SharpDraftError as error:
         _log().error("sharpdraft: %s. The drafter stays as it is.", error)
+    except Exception:
+        # Whatever another version of vLLM does otherwise: it goes on serving, and the log says why nothing is scaled.
+        _log().exception("sharpdraft: this vLLM is not as relied on. The drafter stays as it is.")
     return loaded
 
 
