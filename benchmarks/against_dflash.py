@@ -23,8 +23,7 @@ from sharpdraft.decode.loop import Session
 from sharpdraft.drafters.dflash import DFlash
 from sharpdraft.lab.bench import machine
 from sharpdraft.lab.tasks import recordings
-from sharpdraft.models import SMOLLM2, load_target, smollm2_dir
-from sharpdraft.settings import built_in_drafter
+from sharpdraft.models import SMOLLM2, built_in_drafter, load_target, smollm2_dir
 
 
 def main() -> None:

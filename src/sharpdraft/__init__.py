@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .attach import Attached, attach
 from .cardinality import block_keys, causal_keys, mask_keys, ragged_keys
 from .errors import SharpDraftError
 from .mass import contrast, contrast_derivative, top_mass
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .target import Target
 
 __all__ = [
+    "Attached",
     "Constant",
     "DFlash",
     "FixedSlope",
@@ -27,6 +29,7 @@ __all__ = [
     "Session",
     "SharpDraftError",
     "Target",
+    "attach",
     "block_keys",
     "causal_keys",
     "contrast",
