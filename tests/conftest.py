@@ -182,15 +182,16 @@ class Oracle:
     """Drafts the known text, but never at the positions in `wrong`; notes the positions it was shown."""
 
     def __init__(self, text: Sequence[int], wrong: Sequence[int] = (), block_size: int = BLOCK) -> None:
-        self.text, self.wrong, self.block_size = text, set(wrong), block_size
+        self.text, self.wrong, self.block_size, self.longest_block = text, set(wrong), block_size, block_size
         self.taps = (1,)
         self.policies: list[Policy | None] = []
 
     def new_cache(self, capacity: int) -> KVCache:
         return KVCache(1, 1, 1, capacity + self.block_size)
 
-    def observe(self, cache: KVCache, features: Sequence[Tensor]) -> None:
+    def observe(self, cache: KVCache, tokens: Sequence[int], features: Sequence[Tensor]) -> None:
         (tapped,) = features
+        assert list(tokens) == list(self.text[cache.length : cache.length + tapped.shape[1]])
         cache.length += tapped.shape[1]
 
     def propose(

@@ -27,7 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import drafter_config, drafter_tensors
 from sharpdraft.decode.loop import Session
-from sharpdraft.drafters.dflash import DFlash, save
+from sharpdraft.drafters import load_drafter
+from sharpdraft.drafters.dflash import save
 from sharpdraft.lab.vllm_arm import Engine
 from sharpdraft.scale import FixedSlope, Policy, policy_to_settings
 from sharpdraft.settings import FROZEN
@@ -136,10 +137,12 @@ def asked(policy: Policy | None) -> object:
     return FROZEN if policy is None else policy_to_settings(policy)
 
 
-def ours(models: Models, prompts: Sequence[Sequence[int]], policy: Policy | None) -> list[list[tuple[int, int, int]]]:
+def ours(
+    models: Models, prompts: Sequence[Sequence[int]], policy: Policy | None, drafter: Path | None = None
+) -> list[list[tuple[int, int, int]]]:
     """Rounds of our own loop."""
     target = Target(models.model)
-    session = Session(target, DFlash.load(models.drafter, target), policy)
+    session = Session(target, load_drafter(drafter or models.drafter, target), policy, block=DRAFTS + 1)
     found = []
     for prompt in prompts:
         session.rewind(0)
@@ -257,7 +260,7 @@ when_imported("vllm.v1.spec_decode.llm_base_proposer", positions)
 """
 
 
-def eagle3(models: Models, folder: Path) -> Path:
+def eagle3(models: Models, folder: Path, **changes: Any) -> Path:
     """A random EAGLE-3 drafter in SafeAILab's layout."""
     from safetensors.torch import save_file
 
@@ -278,13 +281,47 @@ def eagle3(models: Models, folder: Path) -> Path:
     for name in ("norm", "midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm"):
         tensors[f"{name}.weight"] = torch.ones(size)
     tensors["lm_head.weight"] = models.model.lm_head.weight.detach().clone()
-    folder.mkdir()
-    save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
     config = json.loads((models.target / "config.json").read_text())
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": VOCAB}
-    config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]
+    config |= {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], **changes}
+    if config.get("fc_norm"):
+        tensors |= {f"fc_norm.{i}.weight": 1 + 0.2 * torch.randn(size, generator=rng) for i in range(3)}
+    folder.mkdir()
+    save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def pard(models: Models, folder: Path) -> Path:
+    """A random draft LM that takes mask tokens."""
+    torch.manual_seed(5)
+    config = models.model.config.to_dict() | {"num_hidden_layers": 2, "pard_token": VOCAB - 1}
+    model: Any = LlamaForCausalLM(LlamaConfig(**config)).eval()
+    with torch.no_grad():
+        model.lm_head.weight.copy_(models.model.lm_head.weight)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("policy", [None, STEEP], ids=["frozen", "steep"])
+@pytest.mark.parametrize("kind", ["eagle 3", "eagle 3.1", "pard"])
+def test_other_families_have_our_loops_rounds(
+    kind: str, policy: Policy | None, ar: dict[str, Any], models: Models, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    if kind == "pard":
+        drafter = pard(models, tmp_path / "drafter")
+    else:
+        changes = {"fc_norm": True, "norm_output": True} if kind == "eagle 3.1" else {}
+        drafter = eagle3(models, tmp_path / "drafter", **changes)
+    speculative = {"method": "draft_model", "parallel_drafting": True} if kind == "pard" else {"method": "eagle3"}
+    speculative |= {"model": str(drafter), "num_speculative_tokens": DRAFTS}
+    options = {**OPTIONS, "speculative_config": speculative}
+    with closing(Engine(models.target, None, DRAFTS, asked(policy), options, tmp_path / "log")) as engine:
+        answer = engine.answer(prompts, NEW)
+    assert answer["tokens"] == ar["tokens"]
+    own = ours(models, prompts, policy, drafter)
+    assert different_rounds(answer["rounds"], own) == 0
+    assert sum(r[2] for rounds in own for r in rounds) > 20
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "eagle3"])

@@ -50,7 +50,7 @@ TARGET = _option(_BUILT_IN, "--target", help="Built-in name, local directory or 
 DRAFTER = _option(
     None,
     "--drafter",
-    help="Directory or hub id of a DFlash checkpoint.",
+    help="Directory or hub id of a DFlash, EAGLE-3 or PARD checkpoint.",
     shown="the one built in for the target",
 )
 REFERENCE = _option(None, "--reference", help="N0: Keys up to which nothing is scaled.", shown="the drafter's", least=1)
@@ -492,7 +492,7 @@ class _Loaded:
         *,
         need_drafter: bool,
     ) -> None:
-        from .drafters.dflash import DFlash
+        from .drafters import load_drafter
         from .models import built_in_drafter, checkpoint_dir, load_target
         from .scale import FixedSlope
         from .settings import recommended
@@ -515,7 +515,7 @@ class _Loaded:
                 )
         with err.status(f"loading {target}"):
             self.target, self.tokenizer = load_target(target, device=device)
-            self.drafter = None if directory is None else DFlash.load(directory, self.target)
+            self.drafter = None if directory is None else load_drafter(directory, self.target)
         ends = self.target.config.eos_token_id
         self.stop: tuple[int, ...] = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
 

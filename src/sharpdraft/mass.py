@@ -82,6 +82,26 @@ def competitors(keys: _Count, k: int) -> _Count:
     return (keys - k) / k
 
 
+def attention_mass(query: Tensor, keys: Tensor, mask: Tensor | None, k: int = 32) -> Tensor:
+    """Top-k attention mass of each Query row of one request.
+
+    Args:
+        query: `[1, heads, rows, head_dim]`, as attention takes it: rotated, scaled or not.
+        keys: `[1, kv_heads, N, head_dim]`; a Key head serves `heads / kv_heads` Query heads.
+        mask: bool `[rows, N]`, True where visible, or None where all are.
+        k: size of the top group, in Keys.
+
+    Returns:
+        float32 `[heads, rows]`.
+    """
+    group = query.shape[1] // keys.shape[1]
+    scores = query[0].float() @ keys[0].float().repeat_interleave(group, 0).transpose(1, 2)
+    scores = scores / query.shape[-1] ** 0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return top_mass(scores, k)
+
+
 def _split(scores: Tensor, k: int, beta: float | Tensor) -> tuple[Tensor, Tensor, float | Tensor]:
     """Top group `[..., min(k, N)]`, rest `[..., N]` with -inf in place of the top group, and β to apply."""
     if not scores.is_floating_point():

@@ -89,6 +89,13 @@ def load_target(
         ) from error
 
 
+def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device) -> Target:
+    """A causal LM without its tokenizer, such as a draft LM. Raises SharpDraftError as load_target does."""
+    _check_config(directory)
+    with _quiet_transformers():
+        return Target(_load_model(directory, dtype).to(device))
+
+
 def load_tokenizer(name: str) -> tuple[Path, Any, int, tuple[int, ...]]:
     """What an engine that loads the weights itself needs of the target `name`: its directory, its tokenizer, its
     longest context in tokens and the tokens that end a turn. Raises SharpDraftError as load_target does."""

@@ -6,7 +6,7 @@ preallocated Keys, so that prefill, single-token decoding and verification are o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from .attention import Rotary, attend, causal_mask
 from .decode.cache import KVCache
 from .errors import SharpDraftError
 from .linear import Linear
+from .mass import attention_mass
+from .scale import scale_queries
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -107,12 +109,20 @@ class Target:
 
     @torch.inference_mode()
     def forward(
-        self, ids: Tensor, cache: KVCache, taps: Sequence[int] = (), *, logits_from: int = 0
+        self,
+        ids: Tensor,
+        cache: KVCache,
+        taps: Sequence[int] = (),
+        *,
+        logits_from: int = 0,
+        gain: Tensor | None = None,
+        probe: Callable[[int, Tensor], None] | None = None,
     ) -> tuple[Tensor, list[Tensor], Tensor]:
         """Run ids [batch, rows] behind `cache` and append their Keys to it.
 
         taps: ids of layers whose output hidden states are wanted. logits_from: first row whose
-        logits are computed (negative counts from the end, as in slicing).
+        logits are computed (negative counts from the end, as in slicing). gain [rows], probe: for a draft LM,
+        whose Queries a policy scales; the probe gets the top-k attention mass of the rows with logits, layer by layer.
 
         Returns logits [batch, rows - logits_from, vocab], the tapped hidden states in the order asked
         (each [batch, rows, hidden]) and the final normed ones [batch, rows - logits_from, hidden].
@@ -124,7 +134,7 @@ class Target:
         hidden = F.embedding(ids, self.embedding)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            hidden = self._layer(index, layer, hidden, cache, past, mask)
+            hidden = self._layer(index, layer, hidden, cache, past, mask, gain, probe, logits_from)
             if index in taps:
                 tapped[index] = hidden
         cache.length = past + rows
@@ -132,7 +142,16 @@ class Target:
         return self.head(final), [tapped[index] for index in taps], final
 
     def _layer(
-        self, index: int, layer: _Layer, hidden: Tensor, cache: KVCache, past: int, mask: Tensor | None
+        self,
+        index: int,
+        layer: _Layer,
+        hidden: Tensor,
+        cache: KVCache,
+        past: int,
+        mask: Tensor | None,
+        gain: Tensor | None,
+        probe: Callable[[int, Tensor], None] | None,
+        probed_from: int,
     ) -> Tensor:
         batch, rows, size = hidden.shape
         normed = F.rms_norm(hidden, (size,), layer.attn_norm, self.eps)
@@ -141,8 +160,13 @@ class Target:
         if layer.q_norm is not None and layer.k_norm is not None:
             query = F.rms_norm(query, (self.head_dim,), layer.q_norm, self.eps)
             keys = F.rms_norm(keys, (self.head_dim,), layer.k_norm, self.eps)
+        if gain is not None:
+            query = scale_queries(query, gain[None, None])
         query, keys = self.rotary(query, past), self.rotary(keys, past)
         all_keys, all_values = cache.write(index, past, keys, values)
+        if probe is not None:
+            seen = None if mask is None else (mask == 0)[probed_from:]
+            probe(index, attention_mass(query[:, :, probed_from:], all_keys, seen))
         mixed = attend(query.to(all_keys.dtype), all_keys, all_values, mask)
         hidden = hidden + layer.out(mixed)
         normed = F.rms_norm(hidden, (size,), layer.mlp_norm, self.eps)

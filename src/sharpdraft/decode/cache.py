@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -37,3 +40,15 @@ class KVCache:
         layer_keys[:, :, start:end] = keys
         layer_values[:, :, start:end] = values
         return layer_keys[:, :, :end], layer_values[:, :, :end]
+
+    @contextmanager
+    def borrowed(self, start: int, rows: int) -> Iterator[None]:
+        """Stand at `start` for a while, free to write `rows` rows from there; all is as before afterwards."""
+        seen, place = self.length, slice(start, start + rows)
+        kept = self.keys[..., place, :].clone(), self.values[..., place, :].clone()
+        self.length = start
+        try:
+            yield
+        finally:
+            self.keys[..., place, :], self.values[..., place, :] = kept
+            self.length = seen

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..drafters.dflash import DFlash, MassProbe
+from ..drafters.family import Drafter, MassProbe
 from ..errors import SharpDraftError
 from ..scale import Policy
 from ..target import Target
@@ -50,7 +51,7 @@ class Session:
     """
 
     target: Target
-    drafter: DFlash | None = None
+    drafter: Drafter[Any] | None = None
     policy: Policy | None = None
     block: int | None = None
     capacity: int | None = None
@@ -65,9 +66,9 @@ class Session:
         self.taps: tuple[int, ...] = ()
         if self.drafter is not None:
             self.size = self.drafter.block_size if self.block is None else self.block
-            if not 2 <= self.size <= self.drafter.block_size:
+            if not 2 <= self.size <= self.drafter.longest_block:
                 raise SharpDraftError(
-                    f"block size {self.size}: this drafter drafts blocks of 2 to {self.drafter.block_size} tokens "
+                    f"block size {self.size}: this drafter drafts blocks of 2 to {self.drafter.longest_block} tokens "
                     "(anchor included)"
                 )
             self.taps = self.drafter.taps
@@ -120,10 +121,10 @@ class Session:
         taps = () if drafter is None else self.taps
         while (past := self.cache.length) < end:
             # A multi-row forward over the rest of the context is cheap in chunks and needs one chunk's memory.
-            chunk = self._ids(self.tokens[past : min(past + _PREFILL_ROWS, end)])
-            logits, features, _ = self.target.forward(chunk, self.cache, taps, logits_from=-1)
+            chunk = self.tokens[past : min(past + _PREFILL_ROWS, end)]
+            logits, features, _ = self.target.forward(self._ids(chunk), self.cache, taps, logits_from=-1)
             if drafter is not None:
-                drafter.observe(self.drafts, features)
+                drafter.observe(self.drafts, chunk, features)
         return logits
 
     def prefill(self, prompt: Sequence[int]) -> int:
@@ -165,7 +166,8 @@ class Session:
         # roll back: Keys of refused drafts lie beyond the length and are overwritten
         self.cache.length = start + len(written)
         if drafter is not None:
-            drafter.observe(self.drafts, [f[:, : len(written)] for f in features])
+            read = [anchor, *written[:-1]]
+            drafter.observe(self.drafts, read, [f[:, : len(read)] for f in features])
         return Round(
             tokens=tuple(written),
             context=start,
@@ -222,28 +224,19 @@ def replay(session: Session, start: int, policy: Policy | None, probe: MassProbe
     """
     drafter, cache, tokens = session.drafter, session.drafts, session.tokens
     assert drafter is not None
-    seen = cache.length
-    try:
-        while (left := len(tokens) - 1 - start) > 0:
-            count = min(session.size, left) - 1
-            accepted = 0
-            began = session._clock()
-            if count > 0:
-                cache.length = start
-                # The block's Keys are written where the known text's are, and those are needed again.
-                place = slice(start, start + count + 1)
-                kept = cache.keys[..., place, :].clone(), cache.values[..., place, :].clone()
-                try:
-                    drafts = drafter.propose(cache, tokens[start], count, policy, probe).tolist()
-                finally:
-                    cache.keys[..., place, :], cache.values[..., place, :] = kept
-                while accepted < count and drafts[accepted] == tokens[start + 1 + accepted]:
-                    accepted += 1
-            written = tuple(tokens[start + 1 : start + 2 + accepted])
-            yield Round(written, start, count, accepted, session._clock() - began, 0.0)
-            start += accepted + 1
-    finally:
-        cache.length = seen
+    while (left := len(tokens) - 1 - start) > 0:
+        count = min(session.size, left) - 1
+        accepted = 0
+        began = session._clock()
+        if count > 0:
+            # The block's Keys are written where the known text's are, and those are needed again.
+            with cache.borrowed(start, count + 1):
+                drafts = drafter.propose(cache, tokens[start], count, policy, probe).tolist()
+            while accepted < count and drafts[accepted] == tokens[start + 1 + accepted]:
+                accepted += 1
+        written = tuple(tokens[start + 1 : start + 2 + accepted])
+        yield Round(written, start, count, accepted, session._clock() - began, 0.0)
+        start += accepted + 1
 
 
 def _greedy(logits: Tensor) -> list[int]:

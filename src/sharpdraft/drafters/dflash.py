@@ -11,7 +11,7 @@ Checkpoints are those that z-lab publishes and vLLM loads: `config.json` of a Qw
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3RotaryEmbedding
 
@@ -28,14 +27,13 @@ from ..cardinality import block_keys, causal_keys
 from ..decode.cache import KVCache
 from ..errors import SharpDraftError
 from ..linear import Linear
-from ..mass import top_mass
+from ..mass import attention_mass
 from ..scale import Policy, scale_queries
 from ..target import Target
+from .checkpoint import check_tensors, read_json, read_tensors
+from .family import MassProbe
 
 ARCHITECTURE = "DFlashDraftModel"
-
-# Called with the layer's index and the top-k attention mass of its proposal rows, [heads, rows].
-MassProbe = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class DFlash:
 
         dtype, device = target.dtype, target.device
         weights = _expected(self, parsed.intermediate_size, bool(parsed.attention_bias))
-        _check_tensors(weights, tensors)
+        check_tensors(weights, tensors, known={"embed_tokens.weight", "lm_head.weight"})
         get = {name: tensors[name].to(device=device, dtype=dtype) for name in weights}
 
         def linear(names: Sequence[str]) -> Linear:
@@ -133,7 +131,7 @@ class DFlash:
     def _read_config(self, config: Mapping[str, Any]) -> Qwen3Config:
         dflash = config.get("dflash_config") or {}
         parsed = Qwen3Config(**{k: v for k, v in config.items() if k not in ("architectures", "auto_map")})
-        self.block_size = int(dflash.get("block_size", config.get("block_size", 16)))
+        self.block_size = self.longest_block = int(dflash.get("block_size", config.get("block_size", 16)))
         self.hidden_size: int = parsed.hidden_size
         self.num_layers: int = parsed.num_hidden_layers
         self.heads: int = parsed.num_attention_heads
@@ -198,7 +196,7 @@ class DFlash:
         )
 
     @torch.inference_mode()
-    def observe(self, cache: KVCache, features: Sequence[Tensor]) -> None:
+    def observe(self, cache: KVCache, tokens: Sequence[int], features: Sequence[Tensor]) -> None:
         """Append verified tokens' Keys and Values: features are the tapped hidden states, each [1, rows, hidden]."""
         rows = features[0].shape[1]
         context = F.rms_norm(
@@ -266,7 +264,8 @@ class DFlash:
         query, keys = self.rotary(query, start), self.rotary(keys, start)
         all_keys, all_values = cache.write(index, start, keys, values)
         if probe is not None:
-            probe(index, _mass(query, all_keys, mask))
+            # The anchor's row proposes nothing.
+            probe(index, attention_mass(query[:, :, 1:], all_keys, None if mask is None else mask[1:]))
         hidden = hidden + layer.out(attend(query, all_keys, all_values, mask))
         normed = F.rms_norm(hidden, (size,), layer.mlp_norm, self.eps)
         gate, up = layer.gate_up(normed).chunk(2, dim=-1)
@@ -275,36 +274,19 @@ class DFlash:
 
 def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a DFlash directory. Raises SharpDraftError where it is none."""
-    config_path = directory / "config.json"
-    try:
-        config = json.loads(config_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SharpDraftError(f"cannot read the drafter's {config_path}: {error}") from error
-    if not isinstance(config, dict):
-        raise SharpDraftError(f"cannot read the drafter's {config_path}: it holds no JSON object")
+    config = read_json(directory)
     architectures = config.get("architectures") or []
     if ARCHITECTURE not in architectures:
         raise SharpDraftError(
             f"{directory} holds {', '.join(architectures) or 'no named architecture'}, not {ARCHITECTURE}: "
-            "give a DFlash checkpoint as the drafter"
+            "give a DFlash, EAGLE-3 or PARD checkpoint as the drafter"
         )
     return config
 
 
 def read_checkpoint(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and the tensors of a DFlash directory. Raises SharpDraftError where it does not hold them whole."""
-    config = read_config(directory)
-    tensors: dict[str, Tensor] = {}
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise SharpDraftError(f"{directory} has no .safetensors file: download the checkpoint again")
-    for file in files:
-        try:
-            with safe_open(str(file), framework="pt") as opened:
-                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise SharpDraftError(f"{file} is truncated or corrupt ({error}): download it again") from error
-    return config, tensors
+    return read_config(directory), read_tensors(directory)
 
 
 def save(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -360,32 +342,6 @@ def _expected(drafter: DFlash, inner: int, bias: bool) -> dict[str, tuple[int, .
         shapes |= {f"{mlp}.down_proj.weight": (size, inner)}
         shapes |= {f"layers.{i}.{n}.weight": (size,) for n in ("input_layernorm", "post_attention_layernorm")}
     return shapes
-
-
-def _check_tensors(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
-    if missing := sorted(set(expected) - set(tensors)):
-        raise SharpDraftError(
-            f"the drafter's checkpoint lacks {len(missing)} tensors, first {missing[0]}: download it again"
-        )
-    for name, shape in expected.items():
-        if tuple(tensors[name].shape) != shape:
-            raise SharpDraftError(
-                f"the drafter's {name} has shape {tuple(tensors[name].shape)}, its config says {shape}: "
-                "config.json and weights belong to different checkpoints"
-            )
-    # A mask embedding or attention sinks would change the drafts: better refused than silently left out.
-    if extra := sorted(set(tensors) - set(expected) - {"embed_tokens.weight", "lm_head.weight"}):
-        raise SharpDraftError(f"the drafter has tensors this version does not know, first {extra[0]}")
-
-
-def _mass(query: Tensor, keys: Tensor, mask: Tensor | None, k: int = 32) -> Tensor:
-    """Top-k attention mass of each row behind the anchor, float32 [heads, rows - 1]."""
-    group = query.shape[1] // keys.shape[1]
-    scores = query[0, :, 1:].float() @ keys[0].float().repeat_interleave(group, 0).transpose(1, 2)
-    scores = scores / query.shape[-1] ** 0.5
-    if mask is not None:
-        scores = scores.masked_fill(~mask[1:], -torch.inf)
-    return top_mass(scores, k)
 
 
 def _integer(value: object, name: str) -> int:

@@ -20,6 +20,7 @@ import torch
 
 from ..decode.loop import Round, Session, replay
 from ..drafters.dflash import DFlash
+from ..drafters.family import Drafter
 from ..errors import SharpDraftError
 from ..scale import Constant, FixedSlope, Policy
 from .tasks import Recording, Task
@@ -37,10 +38,13 @@ class Arm:
     policy: Policy | None = None
     window: int | None = None
 
-    def set(self, session: Session, drafter: DFlash | None) -> None:
-        """Make a session whose drafter is `drafter` decode this way."""
-        session.drafting, session.policy = self.drafting, self.policy
-        session.drafter = drafter.windowed(self.window) if drafter is not None and self.window else drafter
+    def set(self, session: Session, drafter: Drafter[Any] | None) -> None:
+        """Make a session whose drafter is `drafter` decode this way. Raises SharpDraftError if it cannot."""
+        session.drafting, session.policy, session.drafter = self.drafting, self.policy, drafter
+        if drafter is not None and self.window:
+            if not isinstance(drafter, DFlash):
+                raise SharpDraftError(f"arm '{self.name}': a window can be put on DFlash drafters only")
+            session.drafter = drafter.windowed(self.window)
 
 
 def arm(name: str, recommended: FixedSlope) -> Arm:

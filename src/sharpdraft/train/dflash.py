@@ -52,7 +52,7 @@ class Recipe:
 
     @classmethod
     def of(cls, directory: Path) -> Recipe:
-        """The recipe that goes on with a drafter: its shape, and a lower rate. Raises SharpDraftError for a
+        """The recipe that goes on with a drafter: its shape, fewer steps and a lower rate. Raises SharpDraftError for a
         directory that holds no DFlash checkpoint."""
         config, _ = read_checkpoint(directory)
         try:
@@ -62,7 +62,9 @@ class Recipe:
                 taps=tuple(config["dflash_config"]["target_layer_ids"]),
                 mask_token=config["dflash_config"]["mask_token_id"],
                 start_layers=(),
-                rate=1e-3,
+                steps=400,
+                rate=5e-4,
+                warmup=40,
             )
         except (KeyError, TypeError) as error:
             raise SharpDraftError(

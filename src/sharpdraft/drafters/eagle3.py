@@ -1,0 +1,309 @@
+"""EAGLE-3 and 3.1 (arXiv 2503.01840; 2605.09992 for what 3.1 repairs): one decoder layer that drafts token by token.
+
+The hidden states of three target layers are fused into one state per token. A row pairs the state of position p with
+the token at p + 1 and says which token follows; the next row pairs its own output with that token, and so on along a
+chain. EAGLE 3.1 norms each tapped state before the fusion (`fc_norm`) and feeds back the output after the final norm
+(`norm_output`).
+
+Checkpoints are read in the layouts of SafeAILab and SpecForge (`LlamaForCausalLMEagle3`, a `midlayer`) and of
+speculators (`layers.0`, `transformer_layer_config`); vLLM loads both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
+
+from ..attention import Rotary, attend
+from ..cardinality import causal_keys
+from ..decode.cache import KVCache
+from ..errors import SharpDraftError
+from ..linear import Linear
+from ..mass import attention_mass
+from ..scale import Policy, scale_queries
+from ..target import Target
+from .checkpoint import check_tensors, read_json, read_tensors
+from .family import MassProbe
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
+_DRAFTS = 5  # By default: what a chain's later tokens add does not pay for the passes they take.
+_LONGEST = 32
+
+
+class PairCache(KVCache):
+    """Keys and Values of pairs (state, next token), and the states and tokens themselves.
+
+    The last state of all waits for its token, so that one pair fewer is cached than there are tokens.
+    """
+
+    def __init__(
+        self, kv_heads: int, head_dim: int, hidden: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(1, kv_heads, head_dim, capacity + _LONGEST, dtype=dtype, device=device)
+        self.states = torch.empty(capacity, hidden, dtype=dtype, device=device)
+        self.tokens = torch.empty(capacity, dtype=torch.long, device=device)
+        self.pairs = 0
+
+    def rows(self) -> range:
+        """Positions whose pair is known and not yet cached."""
+        self.pairs = min(self.pairs, max(self.length - 1, 0))
+        return range(self.pairs, max(self.length - 1, 0))
+
+    @contextmanager
+    def borrowed(self, start: int, rows: int) -> Iterator[None]:
+        """Stand at `start` for a while; pairs that are written over are made again from the states."""
+        seen = self.length
+        self.length = start
+        self.pairs = min(self.pairs, max(start - 1, 0))
+        try:
+            yield
+        finally:
+            self.length = seen
+
+
+class Eagle3:
+    """An EAGLE-3 or 3.1 drafter bound to its target."""
+
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> None:
+        """config: the checkpoint's config.json; tensors: its weights under their published names.
+
+        Raises SharpDraftError if the drafter is not for this target or the checkpoint is not whole.
+        """
+        self.target = target
+        try:
+            parsed = self._read_config(config)
+        except SharpDraftError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise SharpDraftError(f"the drafter's config.json is not one of an EAGLE-3 checkpoint: {reason}") from error
+        self._check_target(parsed)
+        named = {name.replace("midlayer.", "layers.0.").removeprefix("model."): t for name, t in tensors.items()}
+        shapes = self._shapes(parsed, named)
+        check_tensors(shapes, named, known={"t2d", "embed_tokens.weight", "lm_head.weight", "d2t"})
+        dtype, device = target.dtype, target.device
+        get = {name: named[name].to(device=device, dtype=dtype) for name in shapes if name != "d2t"}
+
+        def linear(*names: str) -> Linear:
+            bias = torch.cat([get[f"{n}.bias"] for n in names]) if f"{names[0]}.bias" in get else None
+            return Linear(torch.cat([get[f"{n}.weight"] for n in names]), bias)
+
+        layer = "layers.0"
+        self.fc = linear("fc")
+        self.fusion_norm = get.get("input_norm.weight")
+        self.tap_norms = [get[f"fc_norm.{i}.weight"] for i in range(len(self.taps))] if self.has_tap_norms else []
+        self.token_norm = get[f"{layer}.input_layernorm.weight"]
+        self.state_norm = get[f"{layer}.hidden_norm.weight"]
+        self.mlp_norm = get[f"{layer}.post_attention_layernorm.weight"]
+        self.norm = get["norm.weight"]
+        self.qkv = linear(*(f"{layer}.self_attn.{p}_proj" for p in "qkv"))
+        self.out = linear(f"{layer}.self_attn.o_proj")
+        self.gate_up = linear(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj")
+        self.down = linear(f"{layer}.mlp.down_proj")
+        self.embedding = get.get("embed_tokens.weight", target.embedding)
+        self.head = linear("lm_head") if "lm_head.weight" in get else target.head
+        self.token_of: Tensor | None = None
+        if "d2t" in shapes:
+            offsets = named["d2t"].to(device).long()
+            self.token_of = torch.arange(len(offsets), device=device) + offsets
+            if not bool(((self.token_of >= 0) & (self.token_of < target.vocab_size)).all()):
+                raise SharpDraftError("the drafter's d2t maps to tokens outside the target's vocabulary")
+        self.rotary = Rotary(LlamaRotaryEmbedding(parsed), max(self.max_positions, target.max_positions), device)
+
+    def _read_config(self, config: Mapping[str, Any]) -> LlamaConfig:
+        speculators = "transformer_layer_config" in config
+        inner = {**config.get("transformer_layer_config", {}), **({} if speculators else config)}
+        eagle = {**config, **(config.get("eagle_config") or {})}
+        parsed = LlamaConfig(**{k: v for k, v in inner.items() if k not in ("architectures", "auto_map")})
+        self.hidden_size: int = parsed.hidden_size
+        self.heads: int = parsed.num_attention_heads
+        self.kv_heads: int = parsed.num_key_value_heads
+        self.head_dim: int = parsed.head_dim
+        self.eps: float = parsed.rms_norm_eps
+        self.max_positions: int = parsed.max_position_embeddings
+        self.vocab_size: int = parsed.vocab_size
+        self.draft_vocab_size = int(config.get("draft_vocab_size") or parsed.vocab_size)
+        self.norm_before_residual = bool(config.get("norm_before_residual", speculators))
+        self.norm_before_fc = bool(eagle.get("norm_before_fc", False))
+        self.has_tap_norms = bool(config.get("fc_norm", False))
+        self.norm_output = bool(config.get("norm_output", False))
+        # The published ids name the layer whose input is read, which is the output of the one before.
+        count = self.target.num_layers
+        ids = eagle.get("eagle_aux_hidden_state_layer_ids") or (2, count // 2, count - 3)
+        self.taps = tuple(int(i) - 1 for i in ids)
+        methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        self.block_size = min(int(methods[0].get("speculative_tokens", _DRAFTS)), _LONGEST) + 1
+        self.longest_block = _LONGEST + 1
+        if parsed.num_hidden_layers != 1:
+            raise SharpDraftError(f"the drafter has {parsed.num_hidden_layers} layers: EAGLE-3 drafters of one are run")
+        return parsed
+
+    @classmethod
+    def load(cls, directory: Path, target: Target) -> Eagle3:
+        """Read a published checkpoint directory. Raises SharpDraftError for anything that does not fit."""
+        return cls(read_json(directory), read_tensors(directory), target)
+
+    def _check_target(self, parsed: LlamaConfig) -> None:
+        target = self.target
+        for what, ours, theirs in (
+            ("hidden size", self.hidden_size, target.hidden_size),
+            ("vocabulary size", self.vocab_size, target.vocab_size),
+        ):
+            if ours != theirs:
+                raise SharpDraftError(
+                    f"this drafter belongs to another target: its {what} is {ours}, the target's {theirs}; "
+                    "use the drafter that was trained for this target"
+                )
+        if not self.taps or not all(0 <= i < target.num_layers for i in self.taps):
+            raise SharpDraftError(
+                f"this drafter belongs to another target: it reads the outputs of layers {list(self.taps)}, "
+                f"the target's are 0 to {target.num_layers - 1}"
+            )
+
+    def _shapes(self, parsed: LlamaConfig, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a whole checkpoint."""
+        size, inner = self.hidden_size, parsed.intermediate_size
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer = "layers.0"
+        projections = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc.weight": (size, len(self.taps) * size),
+            "norm.weight": (size,),
+            f"{layer}.self_attn.o_proj.weight": (size, q),
+            f"{layer}.mlp.gate_proj.weight": (inner, size),
+            f"{layer}.mlp.up_proj.weight": (inner, size),
+            f"{layer}.mlp.down_proj.weight": (size, inner),
+        }
+        shapes |= {f"{layer}.self_attn.{name}.weight": (rows, 2 * size) for name, rows in projections.items()}
+        if parsed.attention_bias:
+            shapes |= {f"{layer}.self_attn.{name}.bias": (rows,) for name, rows in projections.items()}
+        shapes |= {
+            f"{layer}.{n}.weight": (size,) for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        }
+        if self.norm_before_fc:
+            shapes["input_norm.weight"] = (len(self.taps) * size,)
+        if self.has_tap_norms:
+            shapes |= {f"fc_norm.{i}.weight": (size,) for i in range(len(self.taps))}
+        if "embed_tokens.weight" in tensors:
+            shapes["embed_tokens.weight"] = (self.vocab_size, size)
+        reduced = self.draft_vocab_size != self.vocab_size
+        if reduced or "lm_head.weight" in tensors:
+            shapes["lm_head.weight"] = (self.draft_vocab_size, size)
+        if reduced:
+            shapes["d2t"] = (self.draft_vocab_size,)
+        return shapes
+
+    def new_cache(self, capacity: int) -> PairCache:
+        return PairCache(
+            self.kv_heads, self.head_dim, self.hidden_size, capacity, self.target.dtype, self.target.device
+        )
+
+    @torch.inference_mode()
+    def observe(self, cache: PairCache, tokens: Sequence[int], features: Sequence[Tensor]) -> None:
+        """Append verified tokens and their fused states; cache every pair whose token is known by that."""
+        rows = len(tokens)
+        start, end = cache.length, cache.length + rows
+        taps = list(features)
+        if self.tap_norms:
+            pairs = zip(taps, self.tap_norms, strict=True)
+            taps = [F.rms_norm(tap, (self.hidden_size,), norm, self.eps) for tap, norm in pairs]
+        fused = torch.cat(taps, dim=-1)
+        if self.fusion_norm is not None:
+            fused = F.rms_norm(fused, (fused.shape[-1],), self.fusion_norm, self.eps)
+        cache.states[start:end] = self.fc(fused)[0]
+        cache.tokens[start:end] = torch.tensor(tokens)
+        cache.length = end
+        self._cache_pairs(cache)
+
+    def _cache_pairs(self, cache: PairCache) -> None:
+        known = cache.rows()
+        if known:
+            first, last = known.start, known.stop
+            # With a single layer, what later rows need of a pair depends on the pair alone.
+            row = self._row(cache.states[None, first:last], cache.tokens[None, first + 1 : last + 1])
+            _, keys, values = self._qkv(row, first)
+            cache.write(0, first, keys, values)
+            cache.pairs = last
+
+    @torch.inference_mode()
+    def propose(
+        self, cache: PairCache, anchor: int, count: int, policy: Policy | None = None, probe: MassProbe | None = None
+    ) -> Tensor:
+        """Draft `count` tokens behind `anchor`, one by one. int64 [count]; see `family.Drafter`."""
+        if cache.length == 0:
+            raise SharpDraftError("EAGLE drafts behind at least one token that the target has read")
+        self._cache_pairs(cache)
+        start = cache.length - 1
+        state = cache.states[None, None, start]
+        token = torch.tensor([[anchor]], device=self.target.device)
+        drafts = []
+        for position in range(start, start + count):
+            normed, state = self._step(cache, state, token, position, policy, probe)
+            token = self.head(normed)[:, -1].argmax(-1, keepdim=True)
+            if self.token_of is not None:
+                token = self.token_of[token]
+            drafts.append(token)
+        return torch.cat(drafts, dim=1)[0]
+
+    def _step(
+        self,
+        cache: PairCache,
+        state: Tensor,
+        token: Tensor,
+        position: int,
+        policy: Policy | None,
+        probe: MassProbe | None,
+    ) -> tuple[Tensor, Tensor]:
+        """One row: the normed output [1, 1, hidden], and the state it hands on."""
+        size = (self.hidden_size,)
+        query, keys, values = self._qkv(self._row(state, token), position)
+        if policy is not None:
+            gain = policy.gain(causal_keys(position, 1)).to(query.device)
+            query = scale_queries(query, gain[None])
+        all_keys, all_values = cache.write(0, position, keys, values)
+        if probe is not None:
+            probe(0, attention_mass(query, all_keys, None))
+        residual = F.rms_norm(state, size, self.state_norm, self.eps) if self.norm_before_residual else state
+        hidden = residual + self.out(attend(query, all_keys, all_values, None))
+        gate, up = self.gate_up(F.rms_norm(hidden, size, self.mlp_norm, self.eps)).chunk(2, dim=-1)
+        hidden = hidden + self.down(F.silu(gate) * up)
+        normed = F.rms_norm(hidden, size, self.norm, self.eps)
+        return normed, normed if self.norm_output else hidden
+
+    def _row(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """states [1, rows, hidden] and the tokens behind them [1, rows] -> [1, rows, 2 * hidden]."""
+        size = (self.hidden_size,)
+        embedded = F.rms_norm(F.embedding(tokens, self.embedding), size, self.token_norm, self.eps)
+        return torch.cat((embedded, F.rms_norm(states, size, self.state_norm, self.eps)), dim=-1)
+
+    def _qkv(self, rows: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, Keys and Values [1, heads, rows, head_dim] of rows from position `start` on."""
+        heads = self.heads + 2 * self.kv_heads
+        qkv = self.qkv(rows).view(1, rows.shape[1], heads, self.head_dim).transpose(1, 2)
+        query, keys, values = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        return self.rotary(query, start), self.rotary(keys, start), values
+
+
+def is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of an EAGLE-3 drafter."""
+    named = set(config.get("architectures") or ())
+    return bool(named & set(ARCHITECTURES)) or config.get("speculators_model_type") == "eagle3"
+
+
+def save(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write a checkpoint directory in the layout of SafeAILab, which vLLM loads."""
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    named = {name.replace("layers.0.", "midlayer."): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, str(directory / "model.safetensors"), {"format": "pt"})
+    whole = {**config, "architectures": [ARCHITECTURES[0]]}
+    (directory / "config.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,55 @@
+"""What the loop asks of a drafter, whatever its family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from ..scale import Policy
+
+# Called with the layer's index and the top-k attention mass of its proposal rows, [heads, rows].
+MassProbe = Callable[[int, Tensor], None]
+
+
+class DraftCache(Protocol):
+    """What a drafter keeps of the verified tokens. `length` is how many; a smaller one rolls back."""
+
+    length: int
+
+    def borrowed(self, start: int, rows: int) -> AbstractContextManager[None]: ...
+
+
+Cache = TypeVar("Cache", bound=DraftCache)
+
+
+class Drafter(Protocol[Cache]):
+    """A drafter bound to its target.
+
+    taps: layers of the target whose output hidden states it reads. block_size: tokens of a block, anchor included,
+    that it drafts by default; longest_block: at most.
+    """
+
+    taps: tuple[int, ...]
+    block_size: int
+    longest_block: int
+
+    def new_cache(self, capacity: int) -> Cache:
+        """A cache for contexts of `capacity` tokens."""
+        ...
+
+    def observe(self, cache: Cache, tokens: Sequence[int], features: Sequence[Tensor]) -> None:
+        """Append verified tokens: their ids, and the tapped hidden states, each [1, rows, hidden]."""
+        ...
+
+    def propose(
+        self, cache: Cache, anchor: int, count: int, policy: Policy | None = None, probe: MassProbe | None = None
+    ) -> Tensor:
+        """Draft `count` tokens behind `anchor`, which stands behind what was observed. int64 [count].
+
+        policy: scales the Queries by the Keys each row sees; None is the drafter as released. probe: called with the
+        top-k attention mass of the proposal rows.
+        """
+        ...

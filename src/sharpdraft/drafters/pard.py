@@ -1,0 +1,131 @@
+"""PARD (arXiv 2504.18583): a small causal LM that drafts K tokens in one pass, from mask tokens.
+
+It reads the verified tokens as any LM does, and does not look at the target. A pass takes the anchor and K - 1 mask
+tokens behind it; the anchor's row says the first draft, each mask's row the next. Rows are causal: a mask row sees all
+before it, masks included, whose Keys are written over once the real tokens are known.
+
+Checkpoints are those that AMD publishes and vLLM loads: a Llama, Qwen2 or Qwen3 LM whose config names its `pard_token`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cardinality import causal_keys
+from ..decode.cache import KVCache
+from ..errors import SharpDraftError
+from ..scale import Policy
+from ..target import Target
+from .family import MassProbe
+
+_DRAFTS = 7
+_LONGEST = 32
+_READ_ROWS = 512
+
+
+class TokenCache:
+    """The verified tokens, and the draft LM's Keys and Values of those it has read."""
+
+    def __init__(self, keys: KVCache) -> None:
+        self.keys = keys
+        self.tokens: list[int] = []
+        # Behind the first layer, Keys depend on how the Queries before were scaled.
+        self.policy: Policy | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @length.setter
+    def length(self, length: int) -> None:
+        del self.tokens[length:]
+        self.keys.length = min(self.keys.length, length)
+
+    @contextmanager
+    def borrowed(self, start: int, rows: int) -> Iterator[None]:
+        """Stand at `start` for a while; what is written over is read again."""
+        whole = self.tokens
+        self.tokens = whole[:start]
+        self.keys.length = min(self.keys.length, start)
+        try:
+            yield
+        finally:
+            self.tokens = whole
+
+
+class Pard:
+    """A PARD drafter bound to its target."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, model: Target, mask_token: int, target: Target) -> None:
+        """model: the draft LM. Raises SharpDraftError if it has not the target's vocabulary."""
+        # A padded embedding has rows behind the vocabulary's end; it must have all that the target can say.
+        if model.vocab_size < target.vocab_size:
+            raise SharpDraftError(
+                f"this drafter belongs to another target: its vocabulary size is {model.vocab_size}, the target's "
+                f"{target.vocab_size}; use the drafter that was trained for this target"
+            )
+        if not 0 <= mask_token < model.vocab_size:
+            raise SharpDraftError(f"the drafter's pard_token is {mask_token}, its vocabulary has {model.vocab_size}")
+        self.model, self.mask_token, self.vocab_size = model, mask_token, target.vocab_size
+        self.block_size, self.longest_block = _DRAFTS + 1, _LONGEST + 1
+
+    @classmethod
+    def load(cls, directory: Path, target: Target) -> Pard:
+        """Read a published checkpoint directory. Raises SharpDraftError for anything that does not fit."""
+        from ..models import load_model
+        from .checkpoint import read_json
+
+        mask = read_json(directory).get("pard_token")
+        if not isinstance(mask, int):
+            raise SharpDraftError(f"{directory / 'config.json'} has no pard_token: is it a PARD checkpoint?")
+        return cls(load_model(directory, dtype=target.dtype, device=target.device), mask, target)
+
+    def new_cache(self, capacity: int) -> TokenCache:
+        # A draft LM with fewer positions than the target drafts as far as it has any.
+        room = min(capacity + _LONGEST, self.model.max_positions)
+        return TokenCache(self.model.new_cache(room))
+
+    def observe(self, cache: TokenCache, tokens: Sequence[int], features: Sequence[Tensor] = ()) -> None:
+        """Append verified tokens; they are read with the next draft."""
+        cache.tokens.extend(tokens)
+
+    def propose(
+        self, cache: TokenCache, anchor: int, count: int, policy: Policy | None = None, probe: MassProbe | None = None
+    ) -> Tensor:
+        """Draft `count` tokens behind `anchor` in one pass. int64 [count]; see `family.Drafter`."""
+        if cache.length + count > cache.keys.capacity:
+            raise SharpDraftError(
+                f"the drafter has {cache.keys.capacity} positions and shall draft at {cache.length}: limit the context "
+                "to what it was made for, or go on without it"
+            )
+        if cache.policy != policy:
+            cache.keys.length, cache.policy = 0, policy
+        while len(unread := cache.tokens[cache.keys.length :]) > _READ_ROWS:
+            self._forward(cache.keys, unread[:_READ_ROWS], policy, None)
+        masks = [self.mask_token] * (count - 1)
+        logits = self._forward(cache.keys, [*unread, anchor, *masks], policy, probe, proposals=count)
+        cache.keys.length = cache.length
+        return logits[0, :, : self.vocab_size].argmax(-1)
+
+    def _forward(
+        self, keys: KVCache, tokens: list[int], policy: Policy | None, probe: MassProbe | None, proposals: int = 1
+    ) -> Tensor:
+        """Logits [1, proposals, vocab] of the last rows."""
+        past, rows = keys.length, len(tokens)
+        gain = None if policy is None else policy.gain(causal_keys(past, rows)[0]).to(self.model.device)
+        ids = torch.tensor([tokens], device=self.model.device)
+        logits, _, _ = self.model.forward(ids, keys, logits_from=rows - proposals, gain=gain, probe=probe)
+        return logits
+
+
+def is_pard(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a PARD drafter."""
+    return "pard_token" in config
