@@ -19,7 +19,7 @@ from sharpdraft.lab.engine_bench import Group, Prompt, asked_for, groups_of, rec
 from sharpdraft.lab.report import summarise
 from sharpdraft.lab.server_arm import Server
 from sharpdraft.lab.tasks import Recording, Turn
-from sharpdraft.lab.vllm_arm import Engine
+from sharpdraft.lab.vllm_arm import Engine, speculative_config
 from sharpdraft.scale import FixedSlope
 from sharpdraft.settings import asked_policy
 
@@ -185,6 +185,21 @@ def test_a_difference_is_told() -> None:
     backends = {"ar": Scripted(log, "ar", 0), "frozen": Scripted(log, "frozen", 1, wrong_at=4)}
     run_groups([Group("g", ((1,), (2,)), 6)], backends, (), [], rows.append)
     assert rows[0]["differences"] == {"frozen": {"request": 1, "at": 4}}
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"architectures": ["DFlashDraftModel"]}, {"method": "dflash"}),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, {"method": "eagle3"}),
+        ({"speculators_model_type": "eagle3"}, {"method": "eagle3"}),
+        ({"pard_token": 7}, {"method": "draft_model", "parallel_drafting": True}),
+    ],
+)
+def test_what_vllm_is_told_of_a_drafter(tmp_path: Path, config: dict[str, Any], method: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = {**method, "model": str(tmp_path), "num_speculative_tokens": 4}
+    assert speculative_config(tmp_path, 4) == expected
 
 
 # The command

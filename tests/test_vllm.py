@@ -313,10 +313,7 @@ def test_other_families_have_our_loops_rounds(
     else:
         changes = {"fc_norm": True, "norm_output": True} if kind == "eagle 3.1" else {}
         drafter = eagle3(models, tmp_path / "drafter", **changes)
-    speculative = {"method": "draft_model", "parallel_drafting": True} if kind == "pard" else {"method": "eagle3"}
-    speculative |= {"model": str(drafter), "num_speculative_tokens": DRAFTS}
-    options = {**OPTIONS, "speculative_config": speculative}
-    with closing(Engine(models.target, None, DRAFTS, asked(policy), options, tmp_path / "log")) as engine:
+    with closing(Engine(models.target, drafter, DRAFTS, asked(policy), OPTIONS, tmp_path / "log")) as engine:
         answer = engine.answer(prompts, NEW)
     assert answer["tokens"] == ar["tokens"]
     own = ours(models, prompts, policy, drafter)

