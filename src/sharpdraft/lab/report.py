@@ -100,7 +100,8 @@ def _estimate(rows: Rows, of: Callable[[Rows], float]) -> Estimate:
     rng = np.random.default_rng(0)
     draws = rng.integers(len(grouped), size=(_RESAMPLES, len(grouped)))
     values = [of([row for i in draw for row in grouped[i]]) for draw in draws]
-    low, high = np.percentile(values, [2.5, 97.5])
+    # A draw of sessions in which nothing was drafted has no MAL.
+    low, high = np.nanpercentile(values, [2.5, 97.5])
     return Estimate(value, float(low), float(high))
 
 
