@@ -227,6 +227,15 @@ def test_output_is_the_targets_whatever_is_drafted(
     assert [(r.tokens, r.accepted) for r in again] == [(r.tokens, r.accepted) for r in expected]
 
 
+def test_another_text_on_a_used_cache(llama: Tiny, family: Callable[[], Any]) -> None:
+    session, fresh = (Session(llama.target, family(), block=5) for _ in range(2))
+    list(session.generate(llama.text[:PROMPT], 60))
+    session.rewind(0)
+    other = llama.text[PROMPT : 2 * PROMPT + 9][::-1]
+    again, expected = (list(s.generate(other, 60)) for s in (session, fresh))
+    assert [(r.tokens, r.accepted) for r in again] == [(r.tokens, r.accepted) for r in expected]
+
+
 def test_replay_is_what_a_live_run_does(llama: Tiny, family: Callable[[], Any]) -> None:
     """Of other policies too, and it leaves the caches as they were."""
     live: dict[str, list[tuple[int, int]]] = {}

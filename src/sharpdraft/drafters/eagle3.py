@@ -47,14 +47,22 @@ class PairCache(KVCache):
     def __init__(
         self, kv_heads: int, head_dim: int, hidden: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.pairs = 0
         super().__init__(1, kv_heads, head_dim, capacity + _LONGEST, dtype=dtype, device=device)
         self.states = torch.empty(capacity, hidden, dtype=dtype, device=device)
         self.tokens = torch.empty(capacity, dtype=torch.long, device=device)
-        self.pairs = 0
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @length.setter
+    def length(self, length: int) -> None:
+        # Where a rolled-back text goes on otherwise, the pairs behind are others.
+        self._length, self.pairs = length, min(self.pairs, max(length - 1, 0))
 
     def rows(self) -> range:
         """Positions whose pair is known and not yet cached."""
-        self.pairs = min(self.pairs, max(self.length - 1, 0))
         return range(self.pairs, max(self.length - 1, 0))
 
     @contextmanager
@@ -62,7 +70,6 @@ class PairCache(KVCache):
         """Stand at `start` for a while; pairs that are written over are made again from the states."""
         seen = self.length
         self.length = start
-        self.pairs = min(self.pairs, max(start - 1, 0))
         try:
             yield
         finally:
