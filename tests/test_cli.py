@@ -433,7 +433,7 @@ def test_train_writes_a_drafter_that_runs(
 
 
 def test_record(run: Run, saved: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_writing_dtype", lambda: None)  # In bfloat16, close tokens may change places.
+    monkeypatch.setattr(pipeline, "_writing_dtype", lambda device: None)  # In bfloat16, close tokens may change places.
     file = tmp_path / "new" / "sessions.safetensors"
     result = run("record", "--target", saved.target, "--out", file, "--sessions", 2, "--length", 200)
     assert (result.code, result.out) == (0, f"{file}\n")

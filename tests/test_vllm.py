@@ -211,7 +211,12 @@ def test_below_the_reference_it_is_stock_vllm(start: Start, prompts: list[list[i
 
 @pytest.mark.parametrize(
     "options",
-    [{"enable_prefix_caching": True}, {"max_num_batched_tokens": 96}, {"num_gpu_blocks_override": 36}],
+    [
+        {"enable_prefix_caching": True},
+        {"max_num_batched_tokens": 96},
+        # Seven of the eight prompts fit, and then grow.
+        {"block_size": 32, "num_gpu_blocks_override": 45},
+    ],
     ids=["prefix caching", "chunked prefill", "preemption"],
 )
 def test_acceptance_survives_what_a_server_does(
@@ -221,6 +226,7 @@ def test_acceptance_survives_what_a_server_does(
     own = ours(models, prompts, STEEP)
     with start(asked(STEEP), **options) as engine:
         answers = [engine.answer(prompts, NEW) for _ in range(2)]
+    assert (answers[-1]["preemptions"] > 0) == ("block_size" in options)
     for answer in answers:
         assert answer["tokens"] == ar["tokens"]
         accepted = sum(r[2] for rounds in answer["rounds"] for r in rounds)

@@ -56,7 +56,8 @@ class Engine:
         """Answer prompts at once, greedily.
 
         Returns tokens [prompts][ids], rounds [prompts][(context, drafted, accepted)], first (seconds until every
-        prompt had its first token), seconds (from then to the end) and decoded (tokens written in those)."""
+        prompt had its first token), seconds (from then to the end), decoded (tokens written in those) and preemptions
+        (of the engine so far)."""
         return self._ask({"prompts": [list(p) for p in prompts], "max_tokens": max_tokens, "stop": list(stop)})
 
     def close(self) -> None:
@@ -187,6 +188,7 @@ def _answer(
         "first": first,
         "seconds": seconds,
         "decoded": sum(map(len, texts.values())) - prefilled,
+        "preemptions": sum(int(m.value) for m in engine.get_metrics() if m.name == "vllm:num_preemptions"),
     }
 
 
