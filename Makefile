@@ -9,7 +9,7 @@ demo: $(READY)
 test: lint
 	.venv/bin/pytest -q -m "not slow"
 
-# Real vLLM on the CPU: a quarter of an hour on two cores.
+# Real vLLM on the CPU, one engine after another.
 test-vllm: $(READY_VLLM)
 	.venv-vllm/bin/python -m pytest -q tests/test_vllm.py tests/test_vllm_plugin.py
 

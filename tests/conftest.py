@@ -47,7 +47,7 @@ class Tiny:
     text: list[int]
 
 
-def make_model(family: str) -> Any:
+def make_model(family: str, **changes: Any) -> Any:
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -62,7 +62,7 @@ def make_model(family: str) -> Any:
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-    }
+    } | changes
     torch.manual_seed(0 if family == "llama" else 1)
     model: Any = LlamaForCausalLM(LlamaConfig(**sizes)) if family == "llama" else Qwen3ForCausalLM(Qwen3Config(**sizes))
     preferred = 5 if family == "llama" else 8
@@ -73,13 +73,13 @@ def make_model(family: str) -> Any:
     return model.eval()
 
 
-def continuation(model: Any, tokens: Sequence[int], count: int) -> list[int]:
+def continuation(model: Any, tokens: Sequence[int], count: int, **options: Any) -> list[int]:
     """What transformers writes greedily behind `tokens`."""
     ids = torch.tensor([list(tokens)])
     with torch.inference_mode():
         # Without the mask, transformers would guess one from the padding token, which may well be in `tokens`.
         mask = torch.ones_like(ids)
-        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=count, pad_token_id=0)
+        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=count, pad_token_id=0, **options)
     return out[0, len(tokens) :].tolist()
 
 

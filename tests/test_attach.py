@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conftest import PROMPT, VOCAB, Tiny, drafter_config, drafter_tensors, make_model
+from conftest import PROMPT, VOCAB, Tiny, continuation, drafter_config, drafter_tensors, make_model
 from sharpdraft import Constant, FixedSlope, SharpDraftError, attach, scale_queries
-from sharpdraft.attach import visible_keys
+from sharpdraft.cardinality import visible_keys
 from sharpdraft.decode.loop import Session
 from sharpdraft.drafters.dflash import DFlash
 
@@ -140,23 +140,10 @@ def assistant() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def generate(model: Any, assistant: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        assistant_model=assistant,
-        do_sample=False,
-        max_new_tokens=40,
-        pad_token_id=0,
-    )
-    return out[0, len(prompt) :].tolist()
-
-
 def test_an_assistant_model_in_generate(llama: Tiny, assistant: Any) -> None:
     """The output is the target's whatever the policy, and every count is that of the Keys in the cache."""
     prompt = llama.text[:PROMPT]
-    plain = generate(llama.model, assistant, prompt)
+    plain = continuation(llama.model, prompt, 40, assistant_model=assistant)
     assert plain == llama.text[PROMPT : PROMPT + 40]
     weights = {name: tensor.clone() for name, tensor in assistant.state_dict().items()}
     counting = Counting()
@@ -169,7 +156,7 @@ def test_an_assistant_model_in_generate(llama: Tiny, assistant: Any) -> None:
 
     hook = assistant.model.register_forward_pre_hook(note, with_kwargs=True)
     with attach(assistant, counting) as handle:
-        assert generate(llama.model, assistant, prompt) == plain
+        assert continuation(llama.model, prompt, 40, assistant_model=assistant) == plain
         layers = assistant.config.num_hidden_layers
         assert len(counting.seen) == layers * len(expected) and len(expected) > 10
         seen = [
@@ -178,7 +165,7 @@ def test_an_assistant_model_in_generate(llama: Tiny, assistant: Any) -> None:
         ]
         assert seen == expected
         handle.policy = LOW
-        assert generate(llama.model, assistant, prompt) == plain
+        assert continuation(llama.model, prompt, 40, assistant_model=assistant) == plain
     hook.remove()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in assistant.state_dict().items())
 

@@ -227,6 +227,7 @@ def test_bench_of_servers(run: Run, saved: Checkpoints, tmp_path: Path, server: 
         (("--engine", "vllm", "--base-url", "http://x"), "not both"),
         (("--engine", "vllm", "--engine-args", "{"), "no JSON"),
         (("--engine", "vllm", "--arms", "window@64"), "leave out window@64"),
+        (("--engine", "vllm", "--reference", "8"), "--reference: reference (N0) must be above top_k"),
         (("--base-url", "http://127.0.0.1:9"), "no OpenAI-compatible server"),
     ],
 )

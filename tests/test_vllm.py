@@ -25,7 +25,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conftest import drafter_config, drafter_tensors
+from conftest import drafter_config, drafter_tensors, make_model
 from sharpdraft.decode.loop import Session
 from sharpdraft.drafters import load_drafter
 from sharpdraft.drafters.dflash import save
@@ -63,37 +63,16 @@ class Models:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("models")
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 96,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "head_dim": 32,
-        "max_position_embeddings": POSITIONS,
-        "initializer_range": 0.3,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    model: Any = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-    with torch.no_grad():
-        model.lm_head.weight[:10] *= 0.1
-        model.lm_head.weight[15:] *= 0.1
-        model.lm_head.weight[10] *= 2
+    sizes = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    longer = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "initializer_range": 0.3}
+    model = make_model("llama", head_dim=32, **sizes, **longer)
     model.save_pretrained(folder / "target")
     config = drafter_config(
         vocab_size=VOCAB,
-        hidden_size=96,
-        intermediate_size=96,
-        num_attention_heads=6,
-        num_key_value_heads=3,
         head_dim=32,
         max_position_embeddings=POSITIONS,
         rope_theta=10000.0,
+        **sizes,
     )
     tensors = drafter_tensors(config)
     # vLLM 0.32 on CPU norms every layer's context Keys with the first layer's weights; with one weight for all, what

@@ -12,12 +12,11 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .cardinality import mask_keys
+from .cardinality import visible_keys
 from .errors import SharpDraftError
 from .scale import Policy, scale_queries
 
@@ -119,21 +118,3 @@ class _ScaledAttention(TorchFunctionMode):
         keys = visible_keys(given["query"], given["key"], given.get("attn_mask"), given.get("is_causal", False))
         given["query"] = scale_queries(given["query"], self.policy.gain(keys))
         return func(**given)
-
-
-def visible_keys(query: Tensor, key: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """Keys that each row of a `scaled_dot_product_attention` call sees.
-
-    query [..., rows, dim], key [..., keys, dim]; mask and causal as there: a bool mask is true where a Key is seen, a
-    floating one hides where it is -inf or its dtype's smallest value; causal lets row i see Keys 0 to i.
-
-    Returns int64 of as many dimensions as the Query less one, of size 1 where the count does not vary.
-    """
-    rows, count = query.shape[-2], key.shape[-2]
-    if mask is not None:
-        seen = mask_keys(mask.expand(*mask.shape[:-1], count))
-    elif causal:
-        seen = (torch.arange(rows, device=query.device) + 1).clamp(max=count)
-    else:
-        seen = torch.full((1,), count, device=query.device)
-    return seen.view(*[1] * (query.dim() - 1 - seen.dim()), *seen.shape)

@@ -115,6 +115,24 @@ def mask_keys(mask: Tensor) -> Tensor:
     return mask.sum(-1)
 
 
+def visible_keys(query: Tensor, key: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """Keys that each row of a `scaled_dot_product_attention` call sees.
+
+    query [..., rows, dim], key [..., keys, dim]; mask and causal as there: a bool mask is true where a Key is seen, a
+    floating one hides where it is -inf or its dtype's smallest value; causal lets row i see Keys 0 to i.
+
+    Returns int64 of as many dimensions as the Query less one, of size 1 where the count does not vary.
+    """
+    rows, count = query.shape[-2], key.shape[-2]
+    if mask is not None:
+        seen = mask_keys(mask.expand(*mask.shape[:-1], count))
+    elif causal:
+        seen = (torch.arange(rows, device=query.device) + 1).clamp(max=count)
+    else:
+        seen = torch.full((1,), count, device=query.device)
+    return seen.view(*[1] * (query.dim() - 1 - seen.dim()), *seen.shape)
+
+
 def _batch_keys(
     keys_name: str, cached: Tensor | int, rows_name: str, rows: int, *, causal: bool, window: int | None
 ) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -24,6 +24,9 @@ from rich.progress import (
 )
 
 from .errors import SharpDraftError
+
+if TYPE_CHECKING:
+    from .scale import FixedSlope
 
 app = typer.Typer(
     help="Speculative decoding that stays fast when generations get long.",
@@ -319,15 +322,13 @@ def _bench_engines(
     as_json: bool,
 ) -> None:
     """One engine or server an arm, taking turns."""
-    from .lab.bench import Plan, RunLog
+    from .lab.bench import Arm, Plan, RunLog
     from .lab.bench import arm as arm_named
     from .lab.engine_bench import Backend, Prompt, asked_for, groups_of, recorded_prompts, run_groups
     from .lab.server_arm import Server
     from .lab.tasks import digest, from_file, recordings
     from .lab.vllm_arm import Engine
     from .models import built_in_drafter, checkpoint_dir, load_tokenizer
-    from .scale import FixedSlope
-    from .settings import recommended
     from .train.sessions import chat_tokens
 
     if engine not in (None, "vllm"):
@@ -348,9 +349,10 @@ def _bench_engines(
         servers = {name or "server": url for name, _, url in pairs}
     elif directory is None:
         raise SharpDraftError(f"no drafter comes with {target}: give one with --drafter")
-    policy = FixedSlope(2048) if directory is None else recommended(directory)[0]
-    policy = policy if reference is None else policy.with_reference(reference)
-    chosen = () if servers else tuple(arm_named(name.strip(), policy) for name in arms.split(",") if name.strip())
+    chosen: tuple[Arm, ...] = ()
+    if directory is not None and not servers:
+        policy = _policy(directory, reference)
+        chosen = tuple(arm_named(name.strip(), policy) for name in arms.split(",") if name.strip())
     if windowed := [arm.name for arm in chosen if arm.window]:
         raise SharpDraftError(f"vLLM takes no drafter window as a setting: leave out {', '.join(windowed)}")
     size = block or (_block_of(directory) if directory else 0)
@@ -495,31 +497,16 @@ class _Loaded:
         need_drafter: bool,
     ) -> None:
         from .drafters import load_drafter
-        from .models import built_in_drafter, checkpoint_dir, load_target
-        from .scale import FixedSlope
-        from .settings import recommended
+        from .models import built_in_drafter, checkpoint_dir, load_target, stop_tokens
 
         directory = checkpoint_dir(drafter) if drafter else built_in_drafter(target)
         if directory is None and need_drafter:
             raise SharpDraftError(f"no drafter comes with {target}: give one with --drafter, or train one")
-        self.policy: FixedSlope | None = None
-        if directory is not None:
-            self.policy, found = recommended(directory)
-            if reference is not None:
-                try:
-                    self.policy = self.policy.with_reference(reference)
-                except ValueError as error:
-                    raise SharpDraftError(f"--reference: {error}") from error
-            elif not found:
-                err.print(
-                    f"note: {directory} has no sharpdraft.json; using the paper's DFlash setting "
-                    f"(N0 = {self.policy.reference}), which needs validation for this drafter"
-                )
+        self.policy = None if directory is None else _policy(directory, reference)
         with err.status(f"loading {target}"):
             self.target, self.tokenizer = load_target(target, device=device)
             self.drafter = None if directory is None else load_drafter(directory, self.target)
-        ends = self.target.config.eos_token_id
-        self.stop: tuple[int, ...] = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+        self.stop = stop_tokens(self.target.config.eos_token_id)
 
     def drafter_and_policy(self) -> tuple[Any, Any]:
         return self.drafter, self.policy
@@ -528,6 +515,24 @@ class _Loaded:
         from .train.sessions import chat_tokens
 
         return chat_tokens(self.tokenizer, turn, first=first)
+
+
+def _policy(directory: Path, reference: int | None) -> FixedSlope:
+    """What a drafter's directory recommends, with --reference in the place of its N0 if given."""
+    from .settings import recommended
+
+    policy, found = recommended(directory)
+    if reference is not None:
+        try:
+            return policy.with_reference(reference)
+        except ValueError as error:
+            raise SharpDraftError(f"--reference: {error}") from error
+    if not found:
+        err.print(
+            f"note: {directory} has no sharpdraft.json; using the paper's DFlash setting "
+            f"(N0 = {policy.reference}), which needs validation for this drafter"
+        )
+    return policy
 
 
 @contextmanager

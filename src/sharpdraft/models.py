@@ -105,8 +105,12 @@ def load_tokenizer(name: str) -> tuple[Path, Any, int, tuple[int, ...]]:
     ends = config.eos_token_id
     if (directory / "generation_config.json").exists():
         ends = GenerationConfig.from_pretrained(directory).eos_token_id or ends
-    stop = () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
-    return directory, _tokenizer(directory), config.max_position_embeddings, stop
+    return directory, _tokenizer(directory), config.max_position_embeddings, stop_tokens(ends)
+
+
+def stop_tokens(ends: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The tokens that end a turn, from a configuration's eos_token_id."""
+    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 def checkpoint_dir(name_or_path: str, *, files: Sequence[str] = _FILES) -> Path:

@@ -1,15 +1,17 @@
-"""Reading a drafter's directory: what can be wrong with one ends here as one SharpDraftError."""
+"""A drafter's directory, read and written: what can be wrong with one ends here as one SharpDraftError."""
 
 from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import SharpDraftError
@@ -46,6 +48,34 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     if not tensors:
         raise SharpDraftError(f"{directory} has no .safetensors file: download the checkpoint again")
     return tensors
+
+
+def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write config.json and model.safetensors."""
+    directory.mkdir(parents=True, exist_ok=True)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, str(directory / "model.safetensors"), {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def parsing(family: str) -> Iterator[None]:
+    """Whatever a config.json of `family` makes its reader raise is one SharpDraftError."""
+    try:
+        yield
+    except SharpDraftError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise SharpDraftError(f"the drafter's config.json is not one of {family} checkpoint: {reason}") from error
+
+
+def other_target(what: str, ours: object, theirs: object) -> SharpDraftError:
+    """The error for a drafter whose `what` is not the target's."""
+    return SharpDraftError(
+        f"this drafter belongs to another target: its {what} is {ours}, the target's {theirs}; "
+        "use the drafter that was trained for this target"
+    )
 
 
 def check_tensors(

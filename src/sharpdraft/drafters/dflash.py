@@ -10,7 +10,6 @@ Checkpoints are those that z-lab publishes and vLLM loads: `config.json` of a Qw
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from ..linear import Linear
 from ..mass import attention_mass
 from ..scale import Policy, scale_queries
 from ..target import Target
-from .checkpoint import check_tensors, read_json, read_tensors
+from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
 from .family import MassProbe
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -85,13 +84,8 @@ class DFlash:
         Raises SharpDraftError if the drafter is not for this target or the checkpoint is not whole.
         """
         self.target = target
-        try:
+        with parsing("a DFlash"):
             parsed = self._read_config(config)
-        except SharpDraftError:
-            raise
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            raise SharpDraftError(f"the drafter's config.json is not one of a DFlash checkpoint: {reason}") from error
         self._check_target(config, target)
 
         dtype, device = target.dtype, target.device
@@ -165,22 +159,16 @@ class DFlash:
         return other
 
     def _check_target(self, config: Mapping[str, Any], target: Target) -> None:
-        def mismatch(what: str, ours: object, theirs: object) -> SharpDraftError:
-            return SharpDraftError(
-                f"this drafter belongs to another target: its {what} is {ours}, the target's {theirs}; "
-                "use the drafter that was trained for this target"
-            )
-
         if self.hidden_size != target.hidden_size:
-            raise mismatch("hidden size", self.hidden_size, target.hidden_size)
+            raise other_target("hidden size", self.hidden_size, target.hidden_size)
         if config.get("vocab_size") != target.vocab_size:
-            raise mismatch("vocabulary size", config.get("vocab_size"), target.vocab_size)
+            raise other_target("vocabulary size", config.get("vocab_size"), target.vocab_size)
         if config.get("num_target_layers", target.num_layers) != target.num_layers:
-            raise mismatch("number of target layers", config["num_target_layers"], target.num_layers)
+            raise other_target("number of target layers", config["num_target_layers"], target.num_layers)
         if not all(0 <= i < target.num_layers for i in self.taps):
-            raise mismatch("list of target layer ids", list(self.taps), f"layers are 0 to {target.num_layers - 1}")
+            raise other_target("list of target layer ids", list(self.taps), f"layers are 0 to {target.num_layers - 1}")
         if not 0 <= self.mask_token < target.vocab_size:
-            raise mismatch("mask token id", self.mask_token, f"vocabulary has {target.vocab_size}")
+            raise other_target("mask token id", self.mask_token, f"vocabulary has {target.vocab_size}")
         if self.block_size < 2:
             raise SharpDraftError(f"the drafter's block_size is {self.block_size}: a block needs at least 2 tokens")
 
@@ -291,15 +279,7 @@ def read_checkpoint(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]
 
 def save(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write a checkpoint directory that this package, z-lab's `dflash` and vLLM load."""
-    from safetensors.torch import save_file
-
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {k: v.contiguous() for k, v in tensors.items()},
-        str(directory / "model.safetensors"),
-        {"format": "pt"},
-    )
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write(directory, config, tensors)
 
 
 def _layer_kind(config: Mapping[str, Any], dflash: Mapping[str, Any], parsed: Qwen3Config, layer: int) -> LayerKind:

@@ -11,7 +11,6 @@ speculators (`layers.0`, `transformer_layer_config`); vLLM loads both.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,7 @@ from ..linear import Linear
 from ..mass import attention_mass
 from ..scale import Policy, scale_queries
 from ..target import Target
-from .checkpoint import check_tensors, read_json, read_tensors
+from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
 from .family import MassProbe
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
@@ -85,13 +84,8 @@ class Eagle3:
         Raises SharpDraftError if the drafter is not for this target or the checkpoint is not whole.
         """
         self.target = target
-        try:
+        with parsing("an EAGLE-3"):
             parsed = self._read_config(config)
-        except SharpDraftError:
-            raise
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            raise SharpDraftError(f"the drafter's config.json is not one of an EAGLE-3 checkpoint: {reason}") from error
         self._check_target(parsed)
         named = {name.replace("midlayer.", "layers.0.").removeprefix("model."): t for name, t in tensors.items()}
         shapes = self._shapes(parsed, named)
@@ -165,10 +159,7 @@ class Eagle3:
             ("vocabulary size", self.vocab_size, target.vocab_size),
         ):
             if ours != theirs:
-                raise SharpDraftError(
-                    f"this drafter belongs to another target: its {what} is {ours}, the target's {theirs}; "
-                    "use the drafter that was trained for this target"
-                )
+                raise other_target(what, ours, theirs)
         if not self.taps or not all(0 <= i < target.num_layers for i in self.taps):
             raise SharpDraftError(
                 f"this drafter belongs to another target: it reads the outputs of layers {list(self.taps)}, "
@@ -307,10 +298,5 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
 
 def save(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write a checkpoint directory in the layout of SafeAILab, which vLLM loads."""
-    from safetensors.torch import save_file
-
-    directory.mkdir(parents=True, exist_ok=True)
-    named = {name.replace("layers.0.", "midlayer."): tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(named, str(directory / "model.safetensors"), {"format": "pt"})
-    whole = {**config, "architectures": [ARCHITECTURES[0]]}
-    (directory / "config.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    named = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    write(directory, {**config, "architectures": [ARCHITECTURES[0]]}, named)

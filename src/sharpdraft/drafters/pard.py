@@ -22,6 +22,7 @@ from ..decode.cache import KVCache
 from ..errors import SharpDraftError
 from ..scale import Policy
 from ..target import Target
+from .checkpoint import other_target, read_json
 from .family import MassProbe
 
 _DRAFTS = 7
@@ -68,10 +69,7 @@ class Pard:
         """model: the draft LM. Raises SharpDraftError if it has not the target's vocabulary."""
         # A padded embedding has rows behind the vocabulary's end; it must have all that the target can say.
         if model.vocab_size < target.vocab_size:
-            raise SharpDraftError(
-                f"this drafter belongs to another target: its vocabulary size is {model.vocab_size}, the target's "
-                f"{target.vocab_size}; use the drafter that was trained for this target"
-            )
+            raise other_target("vocabulary size", model.vocab_size, target.vocab_size)
         if not 0 <= mask_token < model.vocab_size:
             raise SharpDraftError(f"the drafter's pard_token is {mask_token}, its vocabulary has {model.vocab_size}")
         self.model, self.mask_token, self.vocab_size = model, mask_token, target.vocab_size
@@ -81,7 +79,6 @@ class Pard:
     def load(cls, directory: Path, target: Target) -> Pard:
         """Read a published checkpoint directory. Raises SharpDraftError for anything that does not fit."""
         from ..models import load_model
-        from .checkpoint import read_json
 
         mask = read_json(directory).get("pard_token")
         if not isinstance(mask, int):

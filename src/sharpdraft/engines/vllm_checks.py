@@ -36,9 +36,9 @@ def warnings_for(config: Any, policy: Policy, windows: Iterable[int | None]) -> 
             "nothing, or takes positions the drafter has no RoPE for; serve less, or raise its max_position_embeddings"
         )
     rope, own = (_rope(c.hf_text_config) for c in (config.model_config, draft))
-    if rope["type"] != "default" and own["type"] == "default":
+    if rope != "default" and own == "default":
         found.append(
-            f"the target's RoPE is of type {rope['type']} and the drafter's is not: their positions part ways where "
+            f"the target's RoPE is of type {rope} and the drafter's is not: their positions part ways where "
             "the target's are stretched; check the drafter's rope_parameters"
         )
     if isinstance(policy, FixedSlope):
@@ -55,9 +55,8 @@ def warnings_for(config: Any, policy: Policy, windows: Iterable[int | None]) -> 
     return found
 
 
-def _rope(hf_config: Any) -> dict[str, Any]:
-    parameters = getattr(hf_config, "rope_parameters", None) or {}
-    return {"type": parameters.get("rope_type", "default")}
+def _rope(hf_config: Any) -> str:
+    return str((getattr(hf_config, "rope_parameters", None) or {}).get("rope_type", "default"))
 
 
 def version_warnings() -> list[str]:

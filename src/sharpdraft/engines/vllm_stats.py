@@ -7,6 +7,7 @@ statistics object, to whose dataclass a field is added, so that they arrive what
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
@@ -18,6 +19,7 @@ from .imports import when_imported
 EDGES = tuple(512 << i for i in range(12))
 """Upper ends of the context buckets, in tokens; the last one takes whatever is longer."""
 
+_LOG = logging.getLogger("vllm.sharpdraft")  # vLLM prints what is logged below its own name.
 _MAKE = [
     "self",
     "spec_decoding_stats",
@@ -71,26 +73,23 @@ def _extend_statistics(module: ModuleType) -> None:
 def _count_in(scheduler: type, is_asked: Callable[[Any], bool]) -> None:
     original = scheduler.make_spec_decoding_stats  # type: ignore[attr-defined]
     if list(inspect.signature(original).parameters) != _MAKE:
-        # Never wrong, rather than there: the counters stay at zero.
+        _LOG.error("sharpdraft: this vLLM counts drafts otherwise than relied on: none are counted by context length")
         return
 
     @wraps(original)
-    def make_spec_decoding_stats(
-        self: Any, before: Any, drafted: int, accepted: int, invalid: dict[str, int] | None, request_id: str
-    ) -> Any:
-        stats = original(self, before, drafted, accepted, invalid, request_id)
+    def make_spec_decoding_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stats = original(self, *args, **kwargs)
         if stats is not None and _asked(self, is_asked):
+            given = dict(zip(_MAKE[1:], args, strict=False)) | kwargs
+            request = given["request_id"]
             # Tokens up to the anchor: those of this step are appended later.
-            counts = stats.by_context.setdefault(bucket(self.requests[request_id].num_tokens - 1), [0, 0, 0])
+            counts = stats.by_context.setdefault(bucket(self.requests[request].num_tokens - 1), [0, 0, 0])
             counts[0] += 1
-            counts[1] += drafted - (invalid or {}).get(request_id, 0)
-            counts[2] += accepted
+            counts[1] += given["num_draft_tokens"] - (given["num_invalid_spec_tokens"] or {}).get(request, 0)
+            counts[2] += given["num_accepted_tokens"]
         return stats
 
-    def by_keyword(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return make_spec_decoding_stats(self, *args, *(kwargs[name] for name in _MAKE[1 + len(args) :]))
-
-    scheduler.make_spec_decoding_stats = by_keyword  # type: ignore[attr-defined]
+    scheduler.make_spec_decoding_stats = make_spec_decoding_stats  # type: ignore[attr-defined]
 
 
 def _asked(scheduler: Any, is_asked: Callable[[Any], bool]) -> bool:

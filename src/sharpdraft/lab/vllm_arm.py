@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..drafters.checkpoint import read_json
 from ..drafters.eagle3 import is_eagle3
@@ -45,10 +45,9 @@ class Engine:
         python: str = sys.executable,
     ) -> None:
         self.log = log
-        output: IO[bytes] | int = subprocess.DEVNULL if log is None else open(log, "ab")  # noqa: SIM115
-        self.child = subprocess.Popen(
-            [python, "-m", __spec__.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
-        )
+        line = [python, "-m", __spec__.name]
+        with open(log or os.devnull, "ab") as output:
+            self.child = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True)
         job = {"target": str(target), "drafter": drafter and str(drafter), "drafts": drafts, "asked": asked}
         self._ask({**job, "options": dict(options or {})})
 

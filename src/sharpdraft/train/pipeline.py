@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from ..errors import SharpDraftError
 from ..lab.tasks import built_in, turns_of
 from ..linear import fast_bfloat16
-from ..models import load_target, pick_device
+from ..models import load_target, pick_device, stop_tokens
 from ..target import Target
 from . import prompts
 from .dflash import Corpus, Recipe, Trainer
@@ -161,10 +161,10 @@ def _wave(
 
 
 def _end_of_turn(target: Target) -> int:
-    ends = target.config.eos_token_id
-    if ends is None:
+    ends = stop_tokens(target.config.eos_token_id)
+    if not ends:
         raise SharpDraftError("the target's config names no token that ends a turn (eos_token_id)")
-    return int(ends[0] if isinstance(ends, list) else ends)
+    return ends[0]
 
 
 def _writing_dtype(device: str | None) -> torch.dtype | None:
