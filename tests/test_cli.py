@@ -38,7 +38,7 @@ from sharpdraft.target import Target
 from sharpdraft.train import pipeline
 from sharpdraft.train.dflash import Recipe
 
-COMMANDS = ["generate", "demo", "bench", "train", "train dflash", "doctor", "record"]
+COMMANDS = ["generate", "demo", "bench", "train", "train dflash", "train eagle3", "train pard", "doctor", "record"]
 
 
 # Help and usage
@@ -194,7 +194,7 @@ def test_train_and_record_say_what_is_wrong(
     # The recipe reads layers of a target as deep as SmolLM2, which this one is not.
     result = run("train", "dflash", *target, "--out", tmp_path / "t", "--batch", 1, "--tokens", 1)
     check_one_line(result, "4 layers")
-    monkeypatch.setattr(pipeline, "Recipe", lambda: RECIPE)
+    monkeypatch.setitem(pipeline.RECIPES, "dflash", RECIPE)
     result = run("train", "dflash", *target, "--out", tmp_path / "t", "--batch", 1, "--tokens", 1, "--context", 257)
     check_one_line(result, "257")
     check_one_line(
@@ -405,7 +405,7 @@ RECIPE = Recipe(
 def test_train_writes_a_drafter_that_runs(
     run: Run, saved: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "Recipe", lambda: RECIPE)
+    monkeypatch.setitem(pipeline.RECIPES, "dflash", RECIPE)
     out = tmp_path / "run"
     options = ("--target", saved.target, "--out", out, "--tokens", 512, "--context", 128, "--batch", 2)
     result = run("train", "dflash", *options)

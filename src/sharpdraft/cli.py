@@ -94,6 +94,7 @@ TOKENS = _option(1_048_576, "--tokens", help="Training text that the target writ
 CONTEXT = _option(512, "--context", help="Length of a training session, tokens.", least=64)
 BATCH = _option(128, "--batch", help="Sessions written at once.", least=1)
 STEPS = _option(None, "--steps", help="Training steps.", shown="the recipe's", least=1)
+TEXT = _option(None, "--text", help="Directory of the text, which families can share.", shown="OUT/text")
 START = _option(None, "--from", help="A drafter to go on from.", shown="layers of the target")
 WAVE = _option(0, "--first-wave", help="Number of the first wave of text: each number is another text.", least=0)
 LENGTH = _option(8192, "--length", help="Length of each session, tokens.", least=64)
@@ -414,36 +415,46 @@ def _block_of(directory: Path) -> int:
     return int((config.get("dflash_config") or {}).get("block_size", config.get("block_size", 6)))
 
 
-@train_app.command("dflash")
-def train_dflash(
-    out_dir: Path = TRAIN_OUT,
-    target: str = TARGET,
-    tokens: int = TOKENS,
-    context: int = CONTEXT,
-    batch: int = BATCH,
-    steps: int | None = STEPS,
-    start: str | None = START,
-    first_wave: int = WAVE,
-    device: str | None = DEVICE,
-) -> None:
-    """Let the target write text, then distil a DFlash drafter from it. The same command resumes."""
-    from .models import checkpoint_dir
-    from .train.pipeline import distil_dflash
+def _train_command(family: str, name: str) -> None:
+    def command(
+        out_dir: Path = TRAIN_OUT,
+        target: str = TARGET,
+        tokens: int = TOKENS,
+        context: int = CONTEXT,
+        batch: int = BATCH,
+        steps: int | None = STEPS,
+        text: Path | None = TEXT,
+        start: str | None = START,
+        first_wave: int = WAVE,
+        device: str | None = DEVICE,
+    ) -> None:
+        from .models import checkpoint_dir
+        from .train.pipeline import distil
 
-    with _resumable(f"what is in {out_dir}"):
-        drafter = distil_dflash(
-            target,
-            out_dir,
-            tokens=tokens,
-            context=context,
-            batch=batch,
-            steps=steps,
-            device=device,
-            start=checkpoint_dir(start) if start else None,
-            first_wave=first_wave,
-            progress=_progress,
-        )
-    typer.echo(drafter)
+        with _resumable(f"what is in {out_dir}"):
+            drafter = distil(
+                family,
+                target,
+                out_dir,
+                tokens=tokens,
+                context=context,
+                batch=batch,
+                steps=steps,
+                device=device,
+                text=text,
+                start=checkpoint_dir(start) if start else None,
+                first_wave=first_wave,
+                progress=_progress,
+            )
+        typer.echo(drafter)
+
+    help_text = f"Let the target write text, then train {name} drafter on it. The same command resumes."
+    train_app.command(family, help=help_text)(command)
+
+
+_train_command("dflash", "a DFlash")
+_train_command("eagle3", "an EAGLE 3.1")
+_train_command("pard", "a PARD")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -66,7 +66,7 @@ def packed_from() -> int:
 def fast_bfloat16(device: torch.device) -> bool:
     """Whether a device has units that multiply bfloat16 matrices faster than float32 ones."""
     if device.type == "cpu":
-        return torch.cpu._is_amx_tile_supported()
+        return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return device.type == "cuda"
 
 

@@ -25,7 +25,7 @@ from ..target import Target
 from .checkpoint import other_target, read_json
 from .family import MassProbe
 
-_DRAFTS = 7
+_DRAFTS = 7  # Where the config does not say how many it was trained for (`num_drafts`, which is ours).
 _LONGEST = 32
 _READ_ROWS = 512
 
@@ -65,25 +65,29 @@ class Pard:
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, mask_token: int, target: Target) -> None:
-        """model: the draft LM. Raises SharpDraftError if it has not the target's vocabulary."""
+    def __init__(self, model: Target, mask_token: int, target: Target, drafts: int = _DRAFTS) -> None:
+        """model: the draft LM; drafts: tokens drafted by default. Raises SharpDraftError if it has not the target's
+        vocabulary."""
         # A padded embedding has rows behind the vocabulary's end; it must have all that the target can say.
         if model.vocab_size < target.vocab_size:
             raise other_target("vocabulary size", model.vocab_size, target.vocab_size)
         if not 0 <= mask_token < model.vocab_size:
             raise SharpDraftError(f"the drafter's pard_token is {mask_token}, its vocabulary has {model.vocab_size}")
         self.model, self.mask_token, self.vocab_size = model, mask_token, target.vocab_size
-        self.block_size, self.longest_block = _DRAFTS + 1, _LONGEST + 1
+        self.block_size, self.longest_block = min(drafts, _LONGEST) + 1, _LONGEST + 1
 
     @classmethod
     def load(cls, directory: Path, target: Target) -> Pard:
         """Read a published checkpoint directory. Raises SharpDraftError for anything that does not fit."""
         from ..models import load_model
 
-        mask = read_json(directory).get("pard_token")
+        config = read_json(directory)
+        mask, drafts = config.get("pard_token"), config.get("num_drafts", _DRAFTS)
         if not isinstance(mask, int):
             raise SharpDraftError(f"{directory / 'config.json'} has no pard_token: is it a PARD checkpoint?")
-        return cls(load_model(directory, dtype=target.dtype, device=target.device), mask, target)
+        if not isinstance(drafts, int) or drafts < 1:
+            raise SharpDraftError(f"{directory / 'config.json'}: num_drafts is {drafts}, it must be at least 1")
+        return cls(load_model(directory, dtype=target.dtype, device=target.device), mask, target, drafts)
 
     def new_cache(self, capacity: int) -> TokenCache:
         # A draft LM with fewer positions than the target drafts as far as it has any.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +18,21 @@ from ..lab.tasks import built_in, turns_of
 from ..linear import fast_bfloat16
 from ..models import load_target, pick_device, stop_tokens
 from ..target import Target
-from . import prompts
-from .dflash import Corpus, Recipe, Trainer
+from . import dflash, eagle3, pard, prompts
+from .corpus import Corpus
 from .sessions import chat_tokens, save_wave, session_turns, write_wave
+from .trainer import Recipe, Trainer
 
 ProgressBar = Callable[[int, str], AbstractContextManager[tuple[Any, Any]]]
+
+_FAMILIES = {"dflash": dflash, "eagle3": eagle3, "pard": pard}
+RECIPES: dict[str, Recipe] = {"dflash": dflash.Recipe(), "eagle3": eagle3.Recipe(), "pard": pard.Recipe()}
 
 _HELD_OUT_WAVES = 1
 
 
-def distil_dflash(
+def distil(
+    family: str,
     target_name: str,
     out: Path,
     *,
@@ -36,39 +41,43 @@ def distil_dflash(
     batch: int,
     steps: int | None,
     device: str | None,
+    text: Path | None = None,
     start: Path | None = None,
     first_wave: int = 0,
     progress: ProgressBar,
 ) -> Path:
-    """Write `tokens` tokens of text in waves, train on them, export; what is already in `out` is kept.
+    """Write `tokens` tokens of text in waves, train a drafter of `family` on them, export; what is already there is
+    kept.
 
-    start: a drafter's directory to go on from, instead of layers of the target. first_wave: number of the first
-    wave of text, each number being another text, so that a drafter can go on with text it has not seen.
+    text: where the text is or goes; default `out`/text. It may be another family's, if it holds the layers that this
+    one reads. start: a drafter's directory to go on from, instead of layers of the target. first_wave: number of the
+    first wave of text, each number being another text, so that a drafter can go on with text it has not seen.
 
     Returns the drafter's directory. Raises SharpDraftError when a file cannot be written or read.
     """
     target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype(device))
-    recipe = Recipe() if start is None else Recipe.of(start)
+    module: Any = _FAMILIES[family]
+    recipe = RECIPES[family] if start is None else module.Recipe.of(start)
     if steps is not None:
         recipe = replace(recipe, steps=steps)
-    deepest = max(*recipe.taps, *recipe.start_layers)
+    deepest = max((*recipe.reads, *(() if start else recipe.starts)), default=0)
     if deepest >= target.num_layers:
         raise SharpDraftError(f"the recipe needs a target's layer {deepest}; this one has {target.num_layers} layers")
     if context > target.max_positions:
         raise SharpDraftError(f"--context {context}: this target takes at most {target.max_positions} tokens")
+    folder = text or out / "text"
     try:
-        text = out / "text"
-        text.mkdir(parents=True, exist_ok=True)
-        _same_text(
-            text / "about.json", {"target": target_name, "batch": batch, "context": context, "taps": recipe.taps}
-        )
+        folder.mkdir(parents=True, exist_ok=True)
+        about = {"target": target_name, "batch": batch, "context": context}
+        taps = _same_text(folder / "about.json", about, recipe.reads)
         waves = max(1, round(tokens / (batch * context)))
-        held = [
-            _wave(target, tokenizer, text, i, True, batch, context, recipe, progress) for i in range(_HELD_OUT_WAVES)
-        ]
-        numbers = range(first_wave, first_wave + waves)
-        train = [_wave(target, tokenizer, text, i, False, batch, context, recipe, progress) for i in numbers]
-        trainer = Trainer(target, recipe, Corpus(train), Corpus(held), out, start)
+
+        def wave(number: int, held_out: bool) -> Path:
+            return _wave(target, tokenizer, folder, number, held_out, batch, context, taps, progress)
+
+        held = Corpus([wave(i, True) for i in range(_HELD_OUT_WAVES)], taps)
+        train = Corpus([wave(i, False) for i in range(first_wave, first_wave + waves)], taps)
+        trainer: Trainer = module.Trainer(target, recipe, train, held, out, start)
         trainer.resume()
         with progress(recipe.steps, "training") as (bar, task):
             held_text = ""
@@ -82,7 +91,7 @@ def distil_dflash(
             trainer.run(on_step)
         trainer.export(out / "drafter")
     except SafetensorError as error:
-        raise SharpDraftError(f"a wave in {out / 'text'} is corrupt ({error}): remove it and run again") from error
+        raise SharpDraftError(f"a wave in {folder} is corrupt ({error}): remove it and run again") from error
     except OSError as error:
         raise SharpDraftError(f"cannot write to {out} ({error}): make room and run the same command again") from error
     return out / "drafter"
@@ -122,13 +131,26 @@ def record_sessions(
         raise SharpDraftError(f"cannot write to {out} ({error}): make room and run the same command again") from error
 
 
-def _same_text(path: Path, about: dict[str, Any]) -> None:
-    """Refuse to mix texts of different making in one directory."""
-    line = json.dumps(about)
+def _same_text(path: Path, about: dict[str, Any], reads: Sequence[int]) -> tuple[int, ...]:
+    """The layers whose states the text of a directory holds, `reads` for a new one. Refuses to mix texts of different
+    making, and one that lacks a layer of `reads`."""
     if not path.exists():
-        path.write_text(line + "\n", encoding="utf-8")
-    elif path.read_text(encoding="utf-8").strip() != line:
-        raise SharpDraftError(f"{path.parent} holds text made otherwise (see {path.name}): give another --out")
+        path.write_text(json.dumps({**about, "taps": list(reads)}) + "\n", encoding="utf-8")
+        return tuple(reads)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        taps = tuple(found.pop("taps"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SharpDraftError(f"{path} is broken: give another --out or --text") from error
+    if found != about:
+        raise SharpDraftError(
+            f"{path.parent} holds text made otherwise (see {path.name}): give another --out or --text"
+        )
+    if lacking := sorted(set(reads) - set(taps)):
+        raise SharpDraftError(
+            f"the text in {path.parent} holds the states of layers {list(taps)}, not of {lacking}: write other text"
+        )
+    return taps
 
 
 def _wave(
@@ -139,7 +161,7 @@ def _wave(
     held_out: bool,
     batch: int,
     context: int,
-    recipe: Recipe,
+    taps: Sequence[int],
     progress: ProgressBar,
 ) -> Path:
     path = folder / f"{'held' if held_out else 'wave'}-{index:03d}.safetensors"
@@ -152,7 +174,7 @@ def _wave(
             turns,
             context,
             _end_of_turn(target),
-            taps=recipe.taps,
+            taps=taps,
             seed=index,
             on_step=lambda step: bar.update(task, completed=step + 1),
         )
