@@ -375,7 +375,7 @@ def test_demo_and_bench_of_recorded_sessions(
     turns = tuple(Turn(start, start + 10, start + 50) for start in (0, 50, 100))
     sessions = [Recording(name, tuple(tokens), turns) for name in ("one", "two")]
     monkeypatch.setattr(tasks, "recordings", lambda: sessions)
-    monkeypatch.setattr(models, "built_in_drafter", lambda target: saved.drafter)
+    monkeypatch.setattr(models, "built_in_drafter", lambda target, family="dflash": saved.drafter)
     monkeypatch.setattr(cli, "_BUILT_IN", str(saved.target))
     demo = run("demo", "--out", tmp_path / "demo")
     assert demo.code == 0 and "Traceback" not in demo.err

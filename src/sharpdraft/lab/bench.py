@@ -11,8 +11,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..drafters.dflash import DFlash
 from ..drafters.family import Drafter
 from ..errors import SharpDraftError
 from ..scale import Constant, FixedSlope, Policy
+from .several import Several
 from .tasks import Recording, Task
 
 EDGES = (512, 1024, 2048, 4096, 8192)
@@ -37,14 +38,33 @@ class Arm:
     drafting: bool
     policy: Policy | None = None
     window: int | None = None
+    # Which of several drafters.
+    drafter: str | None = None
 
-    def set(self, session: Session, drafter: Drafter[Any] | None) -> None:
-        """Make a session whose drafter is `drafter` decode this way. Raises SharpDraftError if it cannot."""
+    def set(self, session: Session, drafter: Drafter[Any] | None, block: int | None = None) -> None:
+        """Make a session whose drafter is `drafter` decode this way, with blocks of `block` tokens or the drafter's.
+        Raises SharpDraftError if it cannot."""
         session.drafting, session.policy, session.drafter = self.drafting, self.policy, drafter
+        if isinstance(drafter, Several):
+            drafter.chosen = self.drafter
+        if drafter is not None:
+            session.size = block or drafter.block_size
         if drafter is not None and self.window:
             if not isinstance(drafter, DFlash):
-                raise SharpDraftError(f"arm '{self.name}': a window can be put on DFlash drafters only")
+                raise SharpDraftError(f"arm '{self.name}': a window can be put on DFlash drafters only, one at a time")
             session.drafter = drafter.windowed(self.window)
+
+
+def arms_of(names: Sequence[str], policies: Mapping[str, FixedSlope]) -> tuple[Arm, ...]:
+    """The arms called `names` for every drafter of `policies`, which says what each is best scaled by. With several,
+    a drafter's arms are called `DRAFTER:ARM`. Raises SharpDraftError for a name that is no arm's."""
+    if len(policies) == 1:
+        return tuple(arm(name, policy) for name in names for policy in policies.values())
+    found = [arm(name, next(iter(policies.values()))) for name in names if name == "ar"]
+    for drafter, policy in policies.items():
+        for chosen in (arm(name, policy) for name in names if name != "ar"):
+            found.append(replace(chosen, name=f"{drafter}:{chosen.name}", drafter=drafter))
+    return tuple(found)
 
 
 def arm(name: str, recommended: FixedSlope) -> Arm:
@@ -79,7 +99,7 @@ class Plan:
 
     target: str
     drafter: str
-    block: int
+    block: int | None
     timed: tuple[Arm, ...]
     replayed: tuple[Arm, ...]
     turns_per_bucket: int = 1
@@ -253,7 +273,7 @@ def measure_turn(
     answers: dict[str, list[int]] = {}
     for chosen in (*plan.timed[shift:], *plan.timed[:shift]):
         session.rewind(start)
-        chosen.set(session, drafter)
+        chosen.set(session, drafter, plan.block)
         on_progress(f"{chosen.name} at {start} tokens")
         began = time.perf_counter()
         rounds = list(session.generate(prompt, answer_tokens, stop))
@@ -269,7 +289,7 @@ def measure_turn(
             gap = _logit_gap(session, start, [*prompt, *text[:at]], text[at], answer[at])
             differences[name] = {"at": at, "gap": gap}
     session.rewind(start)
-    session.drafting, session.drafter = True, drafter
+    _reading(session, drafter)
     # The last token stays unread, as after any answer: where the context is full, there is no room for it.
     session.read([*prompt, *text[:-1]])
     session.tokens.append(text[-1])
@@ -282,7 +302,7 @@ def measure_turn(
     }
     for chosen in plan.replayed:
         on_progress(f"replaying {chosen.name} at {start} tokens")
-        chosen.set(session, drafter)
+        chosen.set(session, drafter, plan.block)
         # What was just measured live is what a replay would find.
         measured = arms.get(chosen.name)
         if measured is None or chosen.name in differences:
@@ -292,8 +312,15 @@ def measure_turn(
             row["replayed"][chosen.name]["mass"] = _masses(
                 session, start + len(prompt), chosen.policy, plan.masses_every
             )
-    session.drafter = drafter
+    _reading(session, drafter)
     return row
+
+
+def _reading(session: Session, drafter: Drafter[Any] | None) -> None:
+    """Let the session's drafter, every one of several, read along."""
+    session.drafting, session.drafter = True, drafter
+    if isinstance(drafter, Several):
+        drafter.chosen = None
 
 
 def _masses(session: Session, first: int, policy: Policy | None, every: int) -> list[tuple[int, float]]:

@@ -61,7 +61,8 @@ def summarise(rows: Rows, edges: Sequence[int]) -> list[Cell]:
 def _cell(name: str, bucket: int, rows: Rows) -> Cell:
     timed, replayed = name in rows[0]["arms"], name in rows[0]["replayed"]
     place = "arms" if timed else "replayed"
-    drafting, ar, frozen = name != "ar", "ar" in rows[0]["arms"], "frozen" in rows[0][place]
+    frozen = f"{name.rpartition(':')[0]}:frozen".removeprefix(":")
+    drafting, ar, compared = name != "ar", "ar" in rows[0]["arms"], frozen in rows[0][place] and name != frozen
     # A short answer has no anchor to measure at, so that one row may lack what others have.
     massed = replayed and any(row["replayed"][name].get("mass") for row in rows)
 
@@ -76,19 +77,18 @@ def _cell(name: str, bucket: int, rows: Rows) -> Cell:
         speed=over(lambda part: _speed(part, name), timed),
         speedup=over(lambda part: _speed(part, name) / _speed(part, "ar"), timed and drafting and ar),
         mal=over(lambda part: _mal(part, place, name), drafting),
-        gain=over(
-            lambda part: _mal(part, place, name) - _mal(part, place, "frozen"), drafting and frozen and name != "frozen"
-        ),
+        gain=over(lambda part: _mal(part, place, name) - _mal(part, place, frozen), drafting and compared),
         mass=over(lambda part: _mass(part, name), massed),
     )
 
 
-def _order(name: str) -> tuple[int, float, str]:
-    kind, _, number = name.partition("@")
+def _order(name: str) -> tuple[str, int, float, str]:
+    drafter, _, own = name.rpartition(":")
+    kind, _, number = own.partition("@")
     known = ["ar", "frozen", "sharpdraft", "fixed", "window"]
     if kind not in known:  # a server that was given a name of its own
-        return (len(known), 0.0, name)
-    return (known.index(kind), float(number or 0), name)
+        return ("", len(known), 0.0, name)
+    return (drafter, known.index(kind), float(number or 0), name)
 
 
 def _estimate(rows: Rows, of: Callable[[Rows], float]) -> Estimate:

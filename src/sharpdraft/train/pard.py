@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..attention import additive
 from ..drafters.checkpoint import read_json, read_tensors
 from ..errors import SharpDraftError
+from ..models import quiet_transformers
 from ..target import Target
 from . import trainer
 from .corpus import Corpus, draw_anchors, labels_behind, states_before
@@ -192,7 +193,8 @@ class Trainer(trainer.Trainer):
         config.pard_token, config.num_drafts = self.recipe.mask_token, self.recipe.chain
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {name: t.to(torch.bfloat16) for name, t in self.model.state_dict().items()}
-        self.model.save_pretrained(directory, state_dict=tensors)
+        with quiet_transformers():
+            self.model.save_pretrained(directory, state_dict=tensors)
         path = directory / "config.json"
         written = json.loads(path.read_text(encoding="utf-8")) | {"dtype": "bfloat16"}
         path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,75 @@
+"""Several drafters of one target on one session, so that they are compared on one prefix that is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from ..drafters.family import DraftCache, Drafter, MassProbe
+from ..scale import Policy
+
+
+class Several:
+    """A drafter made of several: one drafts at a time, or none, and then all read along.
+
+    While one is chosen the others read nothing, so that its time is its own; they catch up from where they were.
+    """
+
+    def __init__(self, drafters: Mapping[str, Drafter[Any]]) -> None:
+        self.drafters = dict(drafters)
+        self.taps = tuple(sorted({tap for each in drafters.values() for tap in each.taps}))
+        self.chosen: str | None = None
+
+    @property
+    def block_size(self) -> int:
+        return self.drafters[self.chosen].block_size if self.chosen else min(d.block_size for d in self._reading())
+
+    @property
+    def longest_block(self) -> int:
+        return min(each.longest_block for each in self._reading())
+
+    def _reading(self) -> Sequence[Drafter[Any]]:
+        return list(self.drafters.values()) if self.chosen is None else [self.drafters[self.chosen]]
+
+    def new_cache(self, capacity: int) -> SeveralCaches:
+        return SeveralCaches(self, {name: each.new_cache(capacity) for name, each in self.drafters.items()})
+
+    def observe(self, cache: SeveralCaches, tokens: Sequence[int], features: Sequence[Tensor]) -> None:
+        states = dict(zip(self.taps, features, strict=True))
+        for name, drafter in self.drafters.items():
+            if self.chosen in (None, name):
+                drafter.observe(cache.parts[name], tokens, [states[tap] for tap in drafter.taps])
+
+    def propose(
+        self,
+        cache: SeveralCaches,
+        anchor: int,
+        count: int,
+        policy: Policy | None = None,
+        probe: MassProbe | None = None,
+    ) -> Tensor:
+        assert self.chosen is not None
+        return self.drafters[self.chosen].propose(cache.parts[self.chosen], anchor, count, policy, probe)
+
+
+class SeveralCaches:
+    """The caches of several drafters; `length` is what those that read have all seen."""
+
+    def __init__(self, of: Several, parts: Mapping[str, DraftCache]) -> None:
+        self.of, self.parts = of, parts
+
+    @property
+    def length(self) -> int:
+        return min(part.length for name, part in self.parts.items() if self.of.chosen in (None, name))
+
+    @length.setter
+    def length(self, length: int) -> None:
+        for part in self.parts.values():
+            part.length = min(part.length, length)
+
+    def borrowed(self, start: int, rows: int) -> AbstractContextManager[None]:
+        assert self.of.chosen is not None
+        return self.parts[self.of.chosen].borrowed(start, rows)
