@@ -195,7 +195,13 @@ class Oracle:
         cache.length += tapped.shape[1]
 
     def propose(
-        self, cache: KVCache, anchor: int, count: int, policy: Policy | None = None, probe: Any = None
+        self,
+        cache: KVCache,
+        anchor: int,
+        count: int,
+        policy: Policy | None = None,
+        probe: Any = None,
+        pick: Any = None,
     ) -> Tensor:
         first = cache.length + 1
         assert anchor == self.text[first - 1]

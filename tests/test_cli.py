@@ -238,6 +238,23 @@ def test_generate_json(run: Run, saved: Checkpoints, arm: str) -> None:
     assert (said["mal"] is None) if arm == "ar" else (said["mal"] > 1)
 
 
+def test_generate_samples(run: Run, saved: Checkpoints) -> None:
+    def tokens(*options: object) -> list[int]:
+        model = ("--target", saved.target, "--drafter", saved.drafter, "--max-new-tokens", 40, "--json")
+        result = run("generate", "w9 w20 w41", *model, *options)
+        assert result.code == 0, result.err
+        return list(json.loads(result.out)["token_ids"])
+
+    greedy = tokens()
+    assert tokens("--temperature", 0) == tokens("--temperature", 1.5, "--top-k", 1) == greedy
+    assert tokens("--temperature", 1.5, "--top-p", 1e-9) == tokens("--temperature", 2, "--min-p", 1) == greedy
+    drawn = tokens("--temperature", 1.5, "--seed", 3)
+    assert drawn == tokens("--temperature", 1.5, "--seed", 3) != tokens("--temperature", 1.5, "--seed", 4)
+    penalised = tokens("--repetition-penalty", 5)
+    assert len(set(penalised)) > len(set(greedy))
+    check_one_line(run("generate", "w9", "--top-p", 2), "top_p is 2.0: it must be from 0 to 1")
+
+
 def test_generate_shows_the_text_and_nothing_else_on_stdout(run: Run, saved: Checkpoints) -> None:
     answer = continuation(saved.model, prompt_ids(saved, "w9 w30"), 40)
     text = saved.tokenizer.decode(answer, skip_special_tokens=True)

@@ -71,6 +71,12 @@ ARMS = _option("ar,frozen,sharpdraft", "--arms", help=f"Timed, taking turns, fro
 REPLAY = _option("", "--replay", help="Arms whose accepted lengths are replayed on the text.", shown="none")
 MAX_NEW = _option(512, "--max-new-tokens", help="Longest answer, tokens.", least=1)
 RAW = _option(False, "--raw", help="Continue the text as it is, without the chat template.")
+TEMPERATURE = _option(0.0, "--temperature", help="0: greedy.", least=0)
+TOP_K = _option(0, "--top-k", help="Sample from this many likeliest tokens; 0: all.", least=0)
+TOP_P = _option(1.0, "--top-p", help="Sample from the likeliest tokens that make up this probability.")
+MIN_P = _option(0.0, "--min-p", help="Leave out tokens below this share of the likeliest one's probability.")
+PENALTY = _option(1.0, "--repetition-penalty", help="Above 1 makes tokens that occurred less likely.")
+SEED = _option(None, "--seed", help="Repeats a sampled answer.", shown="a random one")
 PROMPTS = _option(
     None,
     "--prompts",
@@ -124,23 +130,31 @@ def generate(
     reference: int | None = REFERENCE,
     block: int | None = BLOCK,
     max_new_tokens: int = MAX_NEW,
+    temperature: float = TEMPERATURE,
+    top_k: int = TOP_K,
+    top_p: float = TOP_P,
+    min_p: float = MIN_P,
+    repetition_penalty: float = PENALTY,
+    seed: int | None = SEED,
     raw: bool = RAW,
     device: str | None = DEVICE,
     as_json: bool = JSON,
 ) -> None:
     """Stream an answer; accepted drafts are green, the target's own tokens plain."""
     from .decode.loop import Session
+    from .decode.sampling import Sampling
     from .lab.bench import arm as arm_named
     from .scale import REPORTED_SETTINGS
 
     arm_named(arm, REPORTED_SETTINGS["dflash"])
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed=seed)
     text = sys.stdin.read() if prompt is None else prompt
     if not text.strip():
         raise SharpDraftError("the prompt is empty: give a text")
     loaded = _Loaded(target, drafter, device, reference, need_drafter=arm != "ar")
     chosen = arm_named(arm, loaded.policy or REPORTED_SETTINGS["dflash"])
     used = loaded.drafter if chosen.drafting else None
-    session = Session(loaded.target, used, chosen.policy, block if used else None)
+    session = Session(loaded.target, used, chosen.policy, block if used else None, sampling=sampling)
     if raw or not getattr(loaded.tokenizer, "chat_template", None):
         ids = list(loaded.tokenizer(text)["input_ids"])
     else:

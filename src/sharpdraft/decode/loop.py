@@ -1,4 +1,4 @@
-"""The speculative loop: prefill, draft, verify, accept, roll back. Greedy, one sequence, any drafter family.
+"""The speculative loop: prefill, draft, verify, accept, roll back. One sequence, any drafter family.
 
 Names and the paper's: `start` is the anchor's position, which is the number of Keys the target has cached;
 `accepted` drafts and one bonus token make a round's output, so that MAL is the mean of accepted + 1.
@@ -18,6 +18,7 @@ from ..drafters.family import Drafter, MassProbe
 from ..errors import SharpDraftError
 from ..scale import Policy
 from ..target import Target
+from .sampling import GREEDY, Sampler, Sampling
 
 _PREFILL_ROWS = 512
 
@@ -46,6 +47,9 @@ class Session:
     by the same forward. `policy` (None is Frozen) and `drafting` may change between answers, so that arms are
     compared on one prefix: rewind, change, generate again.
 
+    sampling: how tokens are chosen; greedily by default. It may change between answers too, each of which starts from
+    its seed.
+
     block: tokens of a block, anchor included; default the drafter's. capacity: context length in tokens;
     default the target's. Raises SharpDraftError for one that does not fit.
     """
@@ -56,6 +60,7 @@ class Session:
     block: int | None = None
     capacity: int | None = None
     drafting: bool = True
+    sampling: Sampling = GREEDY
 
     def __post_init__(self) -> None:
         limit = self.target.max_positions
@@ -75,6 +80,7 @@ class Session:
             self.drafts = self.drafter.new_cache(self.capacity)
         self.cache = self.target.new_cache(self.capacity)
         self.tokens: list[int] = []
+        self.sampler = Sampler(self.sampling)
         self.prefill_seconds = 0.0
         self.finish = ""
 
@@ -130,7 +136,9 @@ class Session:
     def prefill(self, prompt: Sequence[int]) -> int:
         """Read a prompt and write the first token of its answer."""
         began = self._clock()
-        first = _greedy(self.read(prompt))[0]
+        self.sampler = Sampler(self.sampling)
+        logits = self.read(prompt)[0]
+        (first,) = self.sampler.verify(logits, self.tokens, ())
         self.tokens.append(first)
         self.prefill_seconds = self._clock() - began
         return first
@@ -146,18 +154,15 @@ class Session:
         count = min(self.size, limit) - 1
         block = self._ids([anchor])
         if drafter is not None and count > 0:
-            drafts = drafter.propose(self.drafts, anchor, count, self.policy, probe)
+            pick = self.sampler.drafts(self.tokens, self.target.vocab_size)
+            drafts = drafter.propose(self.drafts, anchor, count, self.policy, probe, pick)
             block = torch.cat((block, drafts[None]), dim=1)
         drafted = self._clock()
         # verify: row i says which token follows the block's first i + 1
         logits, features, _ = self.target.forward(block, self.cache, () if drafter is None else self.taps)
-        verdict = _greedy(logits)
+        # accept: drafts while they hold, then the target's own token
         proposed = block[0, 1:].tolist()
-        # accept: drafts while they agree, then the target's own token
-        accepted = 0
-        while accepted < len(proposed) and proposed[accepted] == verdict[accepted]:
-            accepted += 1
-        written = verdict[: accepted + 1]
+        written = self.sampler.verify(logits[0], self.tokens, proposed)
         for i, token in enumerate(written):
             if token in stop:
                 written = written[: i + 1]
@@ -237,11 +242,3 @@ def replay(session: Session, start: int, policy: Policy | None, probe: MassProbe
         written = tuple(tokens[start + 1 : start + 2 + accepted])
         yield Round(written, start, count, accepted, session._clock() - began, 0.0)
         start += accepted + 1
-
-
-def _greedy(logits: Tensor) -> list[int]:
-    """Most likely token of each row. Raises SharpDraftError where the target's logits are not numbers."""
-    values, tokens = logits[0].max(-1)
-    if not bool(values.isfinite().all()):
-        raise SharpDraftError("the target's logits are NaN or infinite: its weights or dtype are broken; try float32")
-    return tokens.tolist()

@@ -30,7 +30,7 @@ from ..mass import attention_mass
 from ..scale import Policy, scale_queries
 from ..target import Target
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
-from .family import MassProbe
+from .family import MassProbe, Pick, likeliest
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -206,6 +206,7 @@ class DFlash:
         count: int,
         policy: Policy | None = None,
         probe: MassProbe | None = None,
+        pick: Pick = likeliest,
     ) -> Tensor:
         """Draft `count` tokens behind `anchor`, whose position is the cache's length. int64 [count].
 
@@ -229,7 +230,7 @@ class DFlash:
         for index, layer in enumerate(self.layers):
             hidden = self._layer(index, layer, hidden, cache, masks[layer.kind], gains[layer.kind], probe)
         final = F.rms_norm(hidden[:, 1:], (self.hidden_size,), self.norm, self.eps)
-        return self.target.head(final)[0].argmax(-1)
+        return pick(self.target.head(final)[0], None)
 
     def _layer(
         self,

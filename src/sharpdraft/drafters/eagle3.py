@@ -30,7 +30,7 @@ from ..mass import attention_mass
 from ..scale import Policy, scale_queries
 from ..target import Target
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
-from .family import MassProbe
+from .family import MassProbe, Pick, likeliest
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
 _DRAFTS = 5  # By default: what a chain's later tokens add does not pay for the passes they take.
@@ -233,7 +233,13 @@ class Eagle3:
 
     @torch.inference_mode()
     def propose(
-        self, cache: PairCache, anchor: int, count: int, policy: Policy | None = None, probe: MassProbe | None = None
+        self,
+        cache: PairCache,
+        anchor: int,
+        count: int,
+        policy: Policy | None = None,
+        probe: MassProbe | None = None,
+        pick: Pick = likeliest,
     ) -> Tensor:
         """Draft `count` tokens behind `anchor`, one by one. int64 [count]; see `family.Drafter`."""
         if cache.length == 0:
@@ -245,9 +251,7 @@ class Eagle3:
         drafts = []
         for position in range(start, start + count):
             normed, state = self._step(cache, state, token, position, policy, probe)
-            token = self.head(normed)[:, -1].argmax(-1, keepdim=True)
-            if self.token_of is not None:
-                token = self.token_of[token]
+            token = pick(self.head(normed)[:, -1], self.token_of)[None]
             drafts.append(token)
         return torch.cat(drafts, dim=1)[0]
 

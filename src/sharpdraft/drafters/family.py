@@ -14,6 +14,17 @@ from ..scale import Policy
 MassProbe = Callable[[int, Tensor], None]
 
 
+# Chooses tokens int64 [rows] from logits [rows, draft vocab] and the tokens these stand for, int64 [draft vocab]; None
+# for those of the target in order.
+Pick = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def likeliest(logits: Tensor, token_of: Tensor | None) -> Tensor:
+    """The greedy Pick."""
+    choice = logits.argmax(-1)
+    return choice if token_of is None else token_of[choice]
+
+
 class DraftCache(Protocol):
     """What a drafter keeps of the verified tokens. `length` is how many; a smaller one rolls back."""
 
@@ -45,11 +56,18 @@ class Drafter(Protocol[Cache]):
         ...
 
     def propose(
-        self, cache: Cache, anchor: int, count: int, policy: Policy | None = None, probe: MassProbe | None = None
+        self,
+        cache: Cache,
+        anchor: int,
+        count: int,
+        policy: Policy | None = None,
+        probe: MassProbe | None = None,
+        pick: Pick = likeliest,
     ) -> Tensor:
         """Draft `count` tokens behind `anchor`, which stands behind what was observed. int64 [count].
 
         policy: scales the Queries by the Keys each row sees; None is the drafter as released. probe: called with the
-        top-k attention mass of the proposal rows.
+        top-k attention mass of the proposal rows. pick: chooses the tokens, of all rows at once or one by one along a
+        chain.
         """
         ...

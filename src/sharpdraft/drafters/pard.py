@@ -23,7 +23,7 @@ from ..errors import SharpDraftError
 from ..scale import Policy
 from ..target import Target
 from .checkpoint import other_target, read_json
-from .family import MassProbe
+from .family import MassProbe, Pick, likeliest
 
 _DRAFTS = 7  # Where the config does not say how many it was trained for (`num_drafts`, which is ours).
 _LONGEST = 32
@@ -99,7 +99,13 @@ class Pard:
         cache.tokens.extend(tokens)
 
     def propose(
-        self, cache: TokenCache, anchor: int, count: int, policy: Policy | None = None, probe: MassProbe | None = None
+        self,
+        cache: TokenCache,
+        anchor: int,
+        count: int,
+        policy: Policy | None = None,
+        probe: MassProbe | None = None,
+        pick: Pick = likeliest,
     ) -> Tensor:
         """Draft `count` tokens behind `anchor` in one pass. int64 [count]; see `family.Drafter`."""
         if cache.length + count > cache.keys.capacity:
@@ -114,7 +120,7 @@ class Pard:
         masks = [self.mask_token] * (count - 1)
         logits = self._forward(cache.keys, [*unread, anchor, *masks], policy, probe, proposals=count)
         cache.keys.length = cache.length
-        return logits[0, :, : self.vocab_size].argmax(-1)
+        return pick(logits[0, :, : self.vocab_size], None)
 
     def _forward(
         self, keys: KVCache, tokens: list[int], policy: Policy | None, probe: MassProbe | None, proposals: int = 1

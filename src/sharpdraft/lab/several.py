@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..drafters.family import DraftCache, Drafter, MassProbe
+from ..drafters.family import DraftCache, Drafter, MassProbe, Pick, likeliest
 from ..scale import Policy
 
 
@@ -50,9 +50,10 @@ class Several:
         count: int,
         policy: Policy | None = None,
         probe: MassProbe | None = None,
+        pick: Pick = likeliest,
     ) -> Tensor:
         assert self.chosen is not None
-        return self.drafters[self.chosen].propose(cache.parts[self.chosen], anchor, count, policy, probe)
+        return self.drafters[self.chosen].propose(cache.parts[self.chosen], anchor, count, policy, probe, pick)
 
 
 class SeveralCaches:

@@ -1,0 +1,180 @@
+"""How tokens are chosen, for the target alone and for verification alike.
+
+Greedily, or by rejection sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): a draft x that
+the drafter chose with probability q(x) is accepted with probability min(1, p(x) / q(x)), p being the target's, and a
+refused one is replaced by a draw from max(p - q, 0). What comes out is distributed as the target's own tokens are,
+whatever the drafter. A drafter that always gives its likeliest token has q(x) = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ..drafters.family import Pick, likeliest
+from ..errors import SharpDraftError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose tokens; as it is, greedily. The filters are transformers' own, in the order of its `generate`.
+
+    temperature: 0 is greedy. top_k: 0 is off. processors: transformers' logits processors, applied behind the
+    repetition penalty and before the temperature; each is called with the tokens so far int64 [1, length] and logits
+    [1, vocab]. seed: of this one answer; None draws one. drafts: "sampled" from the drafter's own filtered
+    distribution, or its "likeliest".
+
+    Raises SharpDraftError for a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    processors: tuple[LogitsProcessor, ...] = ()
+    seed: int | None = None
+    drafts: Literal["sampled", "likeliest"] = "sampled"
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("temperature", 0.0, float("inf")),
+            ("top_k", 0, float("inf")),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+        ):
+            if not low <= (value := getattr(self, name)) <= high:
+                raise SharpDraftError(f"{name} is {value}: it must be from {low:g} to {high:g}")
+        if self.top_p == 0:
+            raise SharpDraftError("top_p is 0, which leaves no token: for greedy decoding set temperature to 0")
+        if self.repetition_penalty <= 0:
+            raise SharpDraftError(f"repetition_penalty is {self.repetition_penalty}: it must be above 0; 1 is off")
+
+    def filters(self) -> LogitsProcessorList:
+        """What logits go through before they are probabilities."""
+        found = LogitsProcessorList()
+        if self.repetition_penalty != 1:
+            found.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        found.extend(self.processors)
+        if self.temperature not in (0, 1):
+            found.append(TemperatureLogitsWarper(self.temperature))
+        if self.temperature and self.top_k:
+            found.append(TopKLogitsWarper(self.top_k))
+        if self.temperature and self.top_p < 1:
+            found.append(TopPLogitsWarper(self.top_p))
+        if self.temperature and self.min_p:
+            found.append(MinPLogitsWarper(self.min_p))
+        return found
+
+
+GREEDY = Sampling()
+
+
+class Sampler:
+    """Chooses the tokens of one answer. Its random numbers are its own, so that no other answer changes them."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.filters = sampling.filters()
+        self.generator = torch.Generator()
+        if sampling.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(sampling.seed)
+        self.drafted: list[Tensor] = []
+
+    def drafts(self, tokens: Sequence[int], vocab: int) -> Pick:
+        """How a drafter chooses behind `tokens`; remembers the probabilities, which `verify` asks for."""
+        self.drafted.clear()
+        if not self.sampling.temperature or self.sampling.drafts == "likeliest":
+            return likeliest
+
+        def sampled(logits: Tensor, token_of: Tensor | None) -> Tensor:
+            if token_of is not None:
+                whole = torch.full((len(logits), vocab), -torch.inf, device=logits.device)
+                logits = whole.index_copy_(1, token_of, logits.float())
+            chosen = []
+            for row in logits:
+                # Drafts of the same block are not yet among the tokens: any q is right, as long as it is drawn from.
+                self.drafted.append(self._filtered(row, tokens).softmax(-1))
+                chosen.append(draw(self.drafted[-1], self.generator))
+            return torch.tensor(chosen, device=logits.device)
+
+        return sampled
+
+    def verify(self, logits: Tensor, tokens: Sequence[int], proposed: Sequence[int]) -> list[int]:
+        """Drafts that are accepted, and one token more.
+
+        logits [len(proposed) + 1, vocab]: row i says which token follows `tokens` and the first i of `proposed`.
+        Raises SharpDraftError for logits that are not numbers.
+        """
+        if not self.sampling.temperature and not self.filters:
+            return self._greedy(logits, proposed)
+        written: list[int] = []
+        for row, logit in enumerate(logits):
+            scores = self._filtered(logit, [*tokens, *proposed[:row]])
+            draft = proposed[row] if row < len(proposed) else None
+            random = self.sampling.temperature > 0
+            token = self._sampled(scores.softmax(-1), draft, row) if random else int(scores.argmax())
+            written.append(token)
+            if token != draft:
+                break
+        return written
+
+    def _greedy(self, logits: Tensor, proposed: Sequence[int]) -> list[int]:
+        values, best = logits.max(-1)
+        _require_numbers(values)
+        verdict: list[int] = best.tolist()
+        accepted = 0
+        while accepted < len(proposed) and proposed[accepted] == verdict[accepted]:
+            accepted += 1
+        return verdict[: accepted + 1]
+
+    def _sampled(self, target: Tensor, draft: int | None, row: int) -> int:
+        """The draft if it is accepted, else another token."""
+        if draft is None:
+            return draw(target, self.generator)
+        drafted = self.drafted[row] if self.drafted else None
+        chance = float(target[draft]) / (1.0 if drafted is None else float(drafted[draft]))
+        if float(torch.rand((), generator=self.generator, dtype=torch.double)) < chance:
+            return draft
+        if drafted is None:
+            rest = target.clone()
+            rest[draft] = 0
+        else:
+            rest = (target - drafted).clamp_min_(0)
+        # Where both distributions are the same to the last bit, a refusal is a rounding error.
+        return draw(rest if float(rest.sum()) > 0 else target, self.generator)
+
+    def _filtered(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
+        """Logits [vocab] as the filters leave them, float32."""
+        _require_numbers(logits.max())
+        if not self.filters:
+            return logits.float()
+        return self.filters(torch.tensor([list(tokens)], device=logits.device), logits.float()[None].clone())[0]
+
+
+def draw(weights: Tensor, generator: torch.Generator) -> int:
+    """An index with a probability in proportion to weights [n], from one random number."""
+    sums = weights.double().cumsum(-1)
+    at = torch.rand((), generator=generator, dtype=torch.double).to(sums.device) * sums[-1]
+    last = int(weights.nonzero()[-1])
+    return min(int(torch.searchsorted(sums, at, right=True)), last)
+
+
+def _require_numbers(values: Tensor) -> None:
+    if not bool(values.isfinite().all()):
+        raise SharpDraftError("the target's logits are NaN or infinite: its weights or dtype are broken; try float32")
