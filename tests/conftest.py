@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from sharpdraft import cli
 from sharpdraft.decode.cache import KVCache
 from sharpdraft.drafters.dflash import DFlash, save
+from sharpdraft.drafters.family import likeliest
 from sharpdraft.scale import Policy
 from sharpdraft.target import Target
 
@@ -189,24 +190,37 @@ class Oracle:
     def new_cache(self, capacity: int) -> KVCache:
         return KVCache(1, 1, 1, capacity + self.block_size)
 
-    def observe(self, cache: KVCache, tokens: Sequence[int], features: Sequence[Tensor]) -> None:
+    def observe(self, caches: Sequence[KVCache], tokens: Sequence[Sequence[int]], features: Sequence[Tensor]) -> None:
         (tapped,) = features
-        assert list(tokens) == list(self.text[cache.length : cache.length + tapped.shape[1]])
-        cache.length += tapped.shape[1]
+        assert tapped.shape[1] == sum(map(len, tokens))
+        for cache, own in zip(caches, tokens, strict=True):
+            assert list(own) == list(self.text[cache.length : cache.length + len(own)])
+            cache.length += len(own)
 
     def propose(
         self,
-        cache: KVCache,
-        anchor: int,
+        caches: Sequence[KVCache],
+        anchors: Sequence[int],
         count: int,
-        policy: Policy | None = None,
+        policies: Sequence[Policy | None],
+        picks: Sequence[Any],
         probe: Any = None,
-        pick: Any = None,
     ) -> Tensor:
-        first = cache.length + 1
-        assert anchor == self.text[first - 1]
-        self.policies.append(policy)
-        return torch.tensor([(self.text[at] + (at in self.wrong)) % VOCAB for at in range(first, first + count)])
+        drafts = []
+        for cache, anchor in zip(caches, anchors, strict=True):
+            first = cache.length + 1
+            assert anchor == self.text[first - 1]
+            drafts.append([(self.text[at] + (at in self.wrong)) % VOCAB for at in range(first, first + count)])
+        self.policies.extend(policies)
+        return torch.tensor(drafts)
+
+
+def propose(
+    drafter: Any, cache: Any, anchor: int, count: int, policy: Policy | None = None, probe: Any = None
+) -> Tensor:
+    """The drafts of a single request, int64 [count]."""
+    drafts: Tensor = drafter.propose([cache], [anchor], count, [policy], [likeliest], probe)[0]
+    return drafts
 
 
 # Checkpoints on disk, and the command line

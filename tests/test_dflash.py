@@ -27,6 +27,7 @@ from conftest import (
     drafter_tensors,
     make_drafter,
     make_model,
+    propose,
 )
 from sharpdraft.attention import Rotary, attend, causal_mask
 from sharpdraft.decode.cache import KVCache
@@ -65,7 +66,7 @@ def read(drafter: DFlash, text: list[int]) -> KVCache:
 
 def masses(drafter: DFlash, cache: KVCache, anchor: int, policy: Policy | None, count: int = BLOCK - 1) -> list[Tensor]:
     found: list[Tensor] = []
-    drafter.propose(cache, anchor, count, policy, lambda layer, mass: found.append(mass.clone()))
+    propose(drafter, cache, anchor, count, policy, lambda layer, mass: found.append(mass.clone()))
     return found
 
 
@@ -111,7 +112,7 @@ def test_drafts_equal_zlab(zlab: ModuleType, tiny: Tiny, layers: str) -> None:
                     target_hidden=features[:, :context],
                 )
                 expected = theirs.compute_logits(hidden, tiny.model.lm_head)[0, 1:].argmax(-1)
-            drafts = ours.propose(cache, tiny.text[context], count)
+            drafts = propose(ours, cache, tiny.text[context], count)
             assert drafts.tolist() == expected.tolist(), (context, count)
             seen.add(tuple(drafts.tolist()))
     assert len(seen) > 10
@@ -190,7 +191,7 @@ def test_nothing_changes_up_to_the_reference(tiny: Tiny) -> None:
             policy = FixedSlope(max(keys, 33), slope=0.1, max_scale=50.0)
             plain, scaled = (masses(drafter, cache, anchor, p) for p in (None, policy))
             assert all(torch.equal(a, b) for a, b in zip(plain, scaled, strict=True))
-            drafts = [drafter.propose(cache, anchor, BLOCK - 1, p).tolist() for p in (None, policy)]
+            drafts = [propose(drafter, cache, anchor, BLOCK - 1, p).tolist() for p in (None, policy)]
             assert drafts[0] == drafts[1]
 
 
@@ -269,14 +270,14 @@ def test_cached_context_is_never_touched(tiny: Tiny) -> None:
     cache = read(drafter, tiny.text[:120])
     keys, values = cache.keys[..., :120, :].clone(), cache.values[..., :120, :].clone()
     for policy in (None, FixedSlope(33), Constant(1.6), Constant(0.5)):
-        drafter.propose(cache, tiny.text[120], BLOCK - 1, policy)
+        propose(drafter, cache, tiny.text[120], BLOCK - 1, policy)
         assert torch.equal(cache.keys[..., :120, :], keys)
         assert torch.equal(cache.values[..., :120, :], values)
         assert cache.length == 120
     # A block's own Keys stand behind the context until the next write, and in the first layer they too are the same.
     own = []
     for policy in (None, Constant(1.6)):
-        drafter.propose(cache, tiny.text[120], BLOCK - 1, policy)
+        propose(drafter, cache, tiny.text[120], BLOCK - 1, policy)
         own.append(cache.keys[0, ..., 120 : 120 + BLOCK, :].clone())
     assert torch.equal(*own)
 
@@ -315,7 +316,7 @@ def test_windowed_is_a_drafter_with_windows_on_the_same_weights(llama: Tiny) -> 
             for policy in (None, FixedSlope(33, slope=1.0, max_scale=9.0)):
                 found, expected = (masses(d, cache, llama.text[120], policy) for d in (windowed, direct))
                 torch.testing.assert_close(found, expected)
-                drafts = [d.propose(cache, llama.text[120], BLOCK - 1, policy).tolist() for d in (windowed, direct)]
+                drafts = [propose(d, cache, llama.text[120], BLOCK - 1, policy).tolist() for d in (windowed, direct)]
                 assert drafts[0] == drafts[1]
         assert not torch.equal(before[1], masses(windowed, cache, llama.text[120], None)[1])
         after = masses(whole, cache, llama.text[120], None)

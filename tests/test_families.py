@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from conftest import POSITIONS, PROMPT, VOCAB, Checkpoints, Run, Tiny, check_one_line
+from conftest import POSITIONS, PROMPT, VOCAB, Checkpoints, Run, Tiny, check_one_line, propose
 from sharpdraft import FixedSlope, SharpDraftError, attach, scale_queries
 from sharpdraft.decode.loop import Session, replay
 from sharpdraft.drafters import load_drafter
@@ -154,7 +154,7 @@ def test_eagle_drafts_what_its_definition_drafts(llama: Tiny, variant: str, poli
         session.read(llama.text[:length])
         session.rewind(length)
         session.drafts.length = length - 1
-        drafts = session.drafter.propose(session.drafts, llama.text[length - 1], 4, policy).tolist()
+        drafts = propose(session.drafter, session.drafts, llama.text[length - 1], 4, policy).tolist()
         assert drafts == plain_chain(config, tensors, llama, llama.text[:length], 4, policy)
         varied.add(tuple(drafts))
     assert len(varied) > 2
@@ -189,8 +189,8 @@ def test_pard_drafts_what_transformers_says_at_its_masks(llama: Tiny, policy: Po
     cache = drafter.new_cache(POSITIONS)
     varied = set()
     for length, count in ((1, 3), (20, 5), (21, 1), (60, 5)):
-        drafter.observe(cache, llama.text[cache.length : length - 1])
-        drafts = drafter.propose(cache, llama.text[length - 1], count, policy).tolist()
+        drafter.observe([cache], [llama.text[cache.length : length - 1]])
+        drafts = propose(drafter, cache, llama.text[length - 1], count, policy).tolist()
         with torch.inference_mode(), attach(model, policy):
             ids = torch.tensor([llama.text[:length] + [VOCAB - 1] * (count - 1)])
             expected = model(ids).logits[0, -count:].argmax(-1).tolist()
@@ -303,11 +303,11 @@ def test_pard_checkpoint(llama: Tiny, tmp_path: Path) -> None:
     loaded = load_drafter(tmp_path, llama.target)
     assert isinstance(loaded, Pard) and loaded.mask_token == VOCAB - 1
     cache = loaded.new_cache(POSITIONS)
-    loaded.observe(cache, llama.text[:19])
+    loaded.observe([cache], [llama.text[:19]])
     own = Pard(Target(model), VOCAB - 1, llama.target)
     other = own.new_cache(POSITIONS)
-    own.observe(other, llama.text[:19])
-    assert torch.equal(loaded.propose(cache, llama.text[19], 5), own.propose(other, llama.text[19], 5))
+    own.observe([other], [llama.text[:19]])
+    assert torch.equal(propose(loaded, cache, llama.text[19], 5), propose(own, other, llama.text[19], 5))
 
 
 EAGLE_ERRORS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from conftest import BLOCK, PROMPT, VOCAB, Tiny, full_disk, make_model
+from conftest import BLOCK, PROMPT, VOCAB, Tiny, full_disk, make_model, propose
 from sharpdraft.decode.loop import Session
 from sharpdraft.drafters.dflash import DFlash
 from sharpdraft.errors import SharpDraftError
@@ -325,7 +325,7 @@ def test_exported_drafter_computes_what_was_trained(
         patch.setattr(llama.target, "head", lambda x: states.append(x) or head(x))
         for at in reversed(anchors):
             session.drafts.length = at
-            drafted.append(drafter.propose(session.drafts, text[at], BLOCK - 1))
+            drafted.append(propose(drafter, session.drafts, text[at], BLOCK - 1))
     for k, (state, drafts) in enumerate(zip(reversed(states), reversed(drafted), strict=True)):
         torch.testing.assert_close(state[0], hidden[0, k, 1:], rtol=1e-3, atol=1e-4)
         assert torch.equal(drafts, head(hidden[0, k, 1:]).argmax(-1))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from conftest import VOCAB, Checkpoints, Run, Tiny, check_one_line, make_model
+from conftest import VOCAB, Checkpoints, Run, Tiny, check_one_line, make_model, propose
 from sharpdraft.decode.loop import Session
 from sharpdraft.drafters import load_drafter
 from sharpdraft.errors import SharpDraftError
@@ -66,7 +66,7 @@ def proposals(llama: Tiny, drafter: Any, count: int) -> Iterator[tuple[int, list
     session.read(llama.text[:60])
     for at in reversed(ANCHORS):
         session.drafts.length = at
-        yield at, drafter.propose(session.drafts, llama.text[at], count).tolist()
+        yield at, propose(drafter, session.drafts, llama.text[at], count).tolist()
 
 
 def test_exported_eagle3_drafts_what_was_trained(llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path) -> None:

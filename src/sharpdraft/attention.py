@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .decode.cache import KVCache
+from .errors import SharpDraftError
 
 
 class Rotary:
@@ -28,6 +33,56 @@ class Rotary:
         """Rotate x [batch, heads, rows, head_dim], whose row i stands at position start + i."""
         end = start + x.shape[2]
         return rotate(x, self.cos[start:end], self.sin[start:end])
+
+
+class Segments:
+    """New rows of one or several requests as one flat pass, [1, rows] in all, and attention that keeps them apart: each
+    request's rows stand behind its own cache. (One request may also be a batch of rows at the same positions.)"""
+
+    def __init__(self, caches: Sequence[KVCache], starts: Sequence[int], counts: Sequence[int], rotary: Rotary) -> None:
+        """starts: position of each request's first row. Raises SharpDraftError where a cache has no room for them."""
+        self.caches, self.starts, self.counts = list(caches), list(starts), list(counts)
+        for cache, start, count in zip(caches, starts, counts, strict=True):
+            if start + count > cache.capacity:
+                raise SharpDraftError(f"context full: {start} + {count} tokens do not fit into {cache.capacity}")
+        if len(self.counts) == 1:
+            at: slice | Tensor = slice(starts[0], starts[0] + counts[0])
+        else:
+            spans = zip(starts, counts, strict=True)
+            at = torch.cat([torch.arange(start, start + count) for start, count in spans]).to(rotary.cos.device)
+        self.cos, self.sin = rotary.cos[at], rotary.sin[at]
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate x [1, heads, rows, head_dim] to the rows' positions."""
+        return rotate(x, self.cos, self.sin)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        masks: Sequence[Tensor | None],
+        probe: Callable[[Tensor, Tensor, Tensor | None], None] | None = None,
+    ) -> Tensor:
+        """Write the rows' Keys and Values into their caches and attend. query [1, heads, rows, head_dim]; masks: each
+        request's, as in `attend`; probe: shown each request's Query, Keys and mask. Returns [1, rows, heads * dim]."""
+        parts = []
+        rows = zip(
+            self.caches,
+            self.starts,
+            masks,
+            query.split(self.counts, 2),
+            keys.split(self.counts, 2),
+            values.split(self.counts, 2),
+            strict=True,
+        )
+        for cache, start, mask, own_query, own_keys, own_values in rows:
+            all_keys, all_values = cache.write(layer, start, own_keys, own_values)
+            if probe is not None:
+                probe(own_query, all_keys, mask)
+            parts.append(attend(own_query.to(all_keys.dtype), all_keys, all_values, mask))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

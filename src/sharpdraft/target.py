@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import Rotary, attend, causal_mask
+from .attention import Rotary, Segments, causal_mask
 from .decode.cache import KVCache
 from .errors import SharpDraftError
 from .linear import Linear
@@ -111,34 +111,43 @@ class Target:
     def forward(
         self,
         ids: Tensor,
-        cache: KVCache,
+        cache: KVCache | Sequence[KVCache],
         taps: Sequence[int] = (),
         *,
-        logits_from: int = 0,
+        rows: Sequence[int] | None = None,
+        logits_from: int | Tensor = 0,
         gain: Tensor | None = None,
         probe: Callable[[int, Tensor], None] | None = None,
     ) -> tuple[Tensor, list[Tensor], Tensor]:
         """Run ids [batch, rows] behind `cache` and append their Keys to it.
 
-        taps: ids of layers whose output hidden states are wanted. logits_from: first row whose
-        logits are computed (negative counts from the end, as in slicing). gain [rows], probe: for a draft LM,
-        whose Queries a policy scales; the probe gets the top-k attention mass of the rows with logits, layer by layer.
+        Several requests go in one flat pass: ids [1, all their rows], cache: one for each, rows: how many each has.
 
-        Returns logits [batch, rows - logits_from, vocab], the tapped hidden states in the order asked
-        (each [batch, rows, hidden]) and the final normed ones [batch, rows - logits_from, hidden].
+        taps: ids of layers whose output hidden states are wanted. logits_from: first row whose
+        logits are computed (negative counts from the end, as in slicing), or the indices of those rows. gain [rows],
+        probe: for a draft LM, whose Queries a policy scales; the probe gets the top-k attention mass of the rows with
+        logits, layer by layer, of a single request.
+
+        Returns logits [batch, wanted rows, vocab], the tapped hidden states in the order asked
+        (each [batch, rows, hidden]) and the final normed ones [batch, wanted rows, hidden].
+        Raises SharpDraftError where a cache has no room.
         """
-        past, rows = cache.length, ids.shape[1]
-        if past + rows > cache.capacity:
-            raise SharpDraftError(f"context full: {past} + {rows} tokens do not fit into {cache.capacity}")
-        mask = causal_mask(past, rows, cache.keys.dtype, self.device)
+        caches = [cache] if isinstance(cache, KVCache) else list(cache)
+        counts = [ids.shape[1]] if rows is None else list(rows)
+        pasts = [each.length for each in caches]
+        segments = Segments(caches, pasts, counts, self.rotary)
+        wanted = slice(logits_from, None) if isinstance(logits_from, int) else logits_from
+        spans = zip(pasts, counts, strict=True)
+        masks = [causal_mask(past, count, caches[0].keys.dtype, self.device) for past, count in spans]
         hidden = F.embedding(ids, self.embedding)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            hidden = self._layer(index, layer, hidden, cache, past, mask, gain, probe, logits_from)
+            hidden = self._layer(index, layer, hidden, segments, masks, gain, probe, wanted)
             if index in taps:
                 tapped[index] = hidden
-        cache.length = past + rows
-        final = F.rms_norm(hidden[:, logits_from:], (self.hidden_size,), self.norm, self.eps)
+        for each, past, count in zip(caches, pasts, counts, strict=True):
+            each.length = past + count
+        final = F.rms_norm(hidden[:, wanted], (self.hidden_size,), self.norm, self.eps)
         return self.head(final), [tapped[index] for index in taps], final
 
     def _layer(
@@ -146,12 +155,11 @@ class Target:
         index: int,
         layer: _Layer,
         hidden: Tensor,
-        cache: KVCache,
-        past: int,
-        mask: Tensor | None,
+        segments: Segments,
+        masks: Sequence[Tensor | None],
         gain: Tensor | None,
         probe: Callable[[int, Tensor], None] | None,
-        probed_from: int,
+        probed: slice | Tensor,
     ) -> Tensor:
         batch, rows, size = hidden.shape
         normed = F.rms_norm(hidden, (size,), layer.attn_norm, self.eps)
@@ -162,12 +170,14 @@ class Target:
             keys = F.rms_norm(keys, (self.head_dim,), layer.k_norm, self.eps)
         if gain is not None:
             query = scale_queries(query, gain[None, None])
-        query, keys = self.rotary(query, past), self.rotary(keys, past)
-        all_keys, all_values = cache.write(index, past, keys, values)
-        if probe is not None:
-            seen = None if mask is None else (mask == 0)[probed_from:]
-            probe(index, attention_mass(query[:, :, probed_from:], all_keys, seen))
-        mixed = attend(query.to(all_keys.dtype), all_keys, all_values, mask)
+
+        def shown(query: Tensor, keys: Tensor, mask: Tensor | None) -> None:
+            assert probe is not None
+            seen = None if mask is None else (mask == 0)[probed]
+            probe(index, attention_mass(query[:, :, probed], keys, seen))
+
+        query, keys = segments.rotate(query), segments.rotate(keys)
+        mixed = segments.attend(index, query, keys, values, masks, shown if probe is not None else None)
         hidden = hidden + layer.out(mixed)
         normed = F.rms_norm(hidden, (size,), layer.mlp_norm, self.eps)
         gate, up = layer.gate_up(normed).chunk(2, dim=-1)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..drafters.family import Drafter, MassProbe
+from ..drafters.family import Drafter, MassProbe, likeliest
 from ..errors import SharpDraftError
 from ..scale import Policy
 from ..target import Target
@@ -130,7 +130,7 @@ class Session:
             chunk = self.tokens[past : min(past + _PREFILL_ROWS, end)]
             logits, features, _ = self.target.forward(self._ids(chunk), self.cache, taps, logits_from=-1)
             if drafter is not None:
-                drafter.observe(self.drafts, chunk, features)
+                drafter.observe([self.drafts], [chunk], features)
         return logits
 
     def prefill(self, prompt: Sequence[int]) -> int:
@@ -145,42 +145,7 @@ class Session:
 
     def round(self, limit: int, stop: Collection[int] = (), probe: MassProbe | None = None) -> Round:
         """Draft, verify and accept once, writing at most `limit` tokens and none behind a stop token."""
-        start, anchor = len(self.tokens) - 1, self.tokens[-1]
-        drafter = self.drafter if self.drafting else None
-        if self.cache.length < start or (drafter is not None and self.drafts.length < start):
-            self._feed(start)
-        began = self._clock()
-        # draft: the block's tail may be shorter where little is left to write
-        count = min(self.size, limit) - 1
-        block = self._ids([anchor])
-        if drafter is not None and count > 0:
-            pick = self.sampler.drafts(self.tokens, self.target.vocab_size)
-            drafts = drafter.propose(self.drafts, anchor, count, self.policy, probe, pick)
-            block = torch.cat((block, drafts[None]), dim=1)
-        drafted = self._clock()
-        # verify: row i says which token follows the block's first i + 1
-        logits, features, _ = self.target.forward(block, self.cache, () if drafter is None else self.taps)
-        # accept: drafts while they hold, then the target's own token
-        proposed = block[0, 1:].tolist()
-        written = self.sampler.verify(logits[0], self.tokens, proposed)
-        for i, token in enumerate(written):
-            if token in stop:
-                written = written[: i + 1]
-                break
-        self.tokens.extend(written)
-        # roll back: Keys of refused drafts lie beyond the length and are overwritten
-        self.cache.length = start + len(written)
-        if drafter is not None:
-            read = [anchor, *written[:-1]]
-            drafter.observe(self.drafts, read, [f[:, : len(read)] for f in features])
-        return Round(
-            tokens=tuple(written),
-            context=start,
-            drafted=len(proposed),
-            accepted=len(written) - 1,
-            draft_seconds=drafted - began,
-            verify_seconds=self._clock() - drafted,
-        )
+        return round_together([self], [limit], [stop], probe)[0]
 
     def generate(
         self,
@@ -221,6 +186,76 @@ class Session:
         return time.perf_counter()
 
 
+def round_together(
+    sessions: Sequence[Session],
+    limits: Sequence[int],
+    stops: Sequence[Collection[int]],
+    probe: MassProbe | None = None,
+) -> list[Round]:
+    """One round of several sessions in the same passes, each at its own length; see `Session.round`.
+
+    They share target and drafter; each has its own policy, sampling, drafting and block. The seconds in a Round are
+    those of the whole pass.
+    """
+    target, drafter = sessions[0].target, sessions[0].drafter
+    for session in sessions:
+        start = len(session.tokens) - 1
+        if session.cache.length < start or (session.drafting and drafter and session.drafts.length < start):
+            session._feed(start)
+    began = sessions[0]._clock()
+    # draft: the block's tail may be shorter where little is left to write
+    drafting = [s for s in sessions if s.drafting and drafter is not None]
+    proposed: dict[int, list[int]] = {id(session): [] for session in sessions}
+    counts = {id(s): min(s.size, limit) - 1 for s, limit in zip(sessions, limits, strict=True)}
+    for count in sorted({counts[id(s)] for s in drafting} - {0}):
+        assert drafter is not None
+        group = [s for s in drafting if counts[id(s)] == count]
+        drafts = drafter.propose(
+            [s.drafts for s in group],
+            [s.tokens[-1] for s in group],
+            count,
+            [s.policy for s in group],
+            [s.sampler.drafts(s.tokens, target.vocab_size) for s in group],
+            probe,
+        )
+        proposed |= {id(s): own for s, own in zip(group, drafts.tolist(), strict=True)}
+    drafted = sessions[0]._clock()
+    # verify: a session's row i says which token follows its block's first i + 1
+    blocks = [[s.tokens[-1], *proposed[id(s)]] for s in sessions]
+    rows = [len(block) for block in blocks]
+    ids = torch.tensor([[token for block in blocks for token in block]], device=target.device)
+    taps = sessions[0].taps if drafting else ()
+    logits, features, _ = target.forward(ids, [s.cache for s in sessions], taps, rows=rows)
+    rounds, first = [], 0
+    read: list[list[int]] = []
+    kept: list[Tensor] = []
+    for session, own, block, stop in zip(sessions, logits[0].split(rows), blocks, stops, strict=True):
+        start = len(session.tokens) - 1
+        # accept: drafts while they hold, then the target's own token
+        written = session.sampler.verify(own, session.tokens, block[1:])
+        for i, token in enumerate(written):
+            if token in stop:
+                written = written[: i + 1]
+                break
+        session.tokens.extend(written)
+        # roll back: Keys of refused drafts lie beyond the length and are overwritten
+        session.cache.length = start + len(written)
+        if session.drafting and drafter is not None:
+            read.append([block[0], *written[:-1]])
+            kept.append(torch.arange(first, first + len(written)))
+        first += len(block)
+        rounds.append(Round(tuple(written), start, len(block) - 1, len(written) - 1, drafted - began, 0.0))
+    if drafter is not None and drafting:
+        if len(sessions) > 1:
+            index = torch.cat(kept).to(target.device)
+            features = [f[:, index] for f in features]
+        else:
+            features = [f[:, : len(read[0])] for f in features]
+        drafter.observe([s.drafts for s in drafting], read, features)
+    seconds = sessions[0]._clock() - drafted
+    return [replace(done, verify_seconds=seconds) for done in rounds]
+
+
 def replay(session: Session, start: int, policy: Policy | None, probe: MassProbe | None = None) -> Iterator[Round]:
     """The rounds that a policy would have had from the anchor at `start` to the end of a session's text.
 
@@ -236,7 +271,7 @@ def replay(session: Session, start: int, policy: Policy | None, probe: MassProbe
         if count > 0:
             # The block's Keys are written where the known text's are, and those are needed again.
             with cache.borrowed(start, count + 1):
-                drafts = drafter.propose(cache, tokens[start], count, policy, probe).tolist()
+                drafts = drafter.propose([cache], [tokens[start]], count, [policy], [likeliest], probe)[0].tolist()
             while accepted < count and drafts[accepted] == tokens[start + 1 + accepted]:
                 accepted += 1
         written = tuple(tokens[start + 1 : start + 2 + accepted])

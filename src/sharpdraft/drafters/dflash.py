@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3RotaryEmbedding
 
-from ..attention import Rotary, attend
+from ..attention import Rotary, Segments
 from ..cardinality import block_keys, causal_keys
 from ..decode.cache import KVCache
 from ..errors import SharpDraftError
@@ -30,7 +30,7 @@ from ..mass import attention_mass
 from ..scale import Policy, scale_queries
 from ..target import Target
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
-from .family import MassProbe, Pick, likeliest
+from .family import MassProbe, Pick, gains
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -184,65 +184,65 @@ class DFlash:
         )
 
     @torch.inference_mode()
-    def observe(self, cache: KVCache, tokens: Sequence[int], features: Sequence[Tensor]) -> None:
-        """Append verified tokens' Keys and Values: features are the tapped hidden states, each [1, rows, hidden]."""
-        rows = features[0].shape[1]
+    def observe(self, caches: Sequence[KVCache], tokens: Sequence[Sequence[int]], features: Sequence[Tensor]) -> None:
+        """Append verified tokens' Keys and Values; see `family.Drafter`."""
+        counts = [len(each) for each in tokens]
+        segments = Segments(caches, [cache.length for cache in caches], counts, self.rotary)
         context = F.rms_norm(
             self.fc(torch.cat(list(features), dim=-1)), (self.hidden_size,), self.hidden_norm, self.eps
         )
-        shape = (rows, self.num_layers, 2, self.kv_heads, self.head_dim)
+        shape = (sum(counts), self.num_layers, 2, self.kv_heads, self.head_dim)
         keys, values = self.context_kv(context)[0].view(shape).permute(2, 1, 3, 0, 4)
-        keys = F.rms_norm(keys, (self.head_dim,), None, self.eps) * self.k_norms
-        start, end = cache.length, cache.length + rows
-        cache.keys[:, 0, :, start:end] = self.rotary(keys, start)
-        cache.values[:, 0, :, start:end] = values
-        cache.length = end
+        keys = segments.rotate(F.rms_norm(keys, (self.head_dim,), None, self.eps) * self.k_norms)
+        for cache, own_keys, own_values in zip(caches, keys.split(counts, 2), values.split(counts, 2), strict=True):
+            start, end = cache.length, cache.length + own_keys.shape[2]
+            cache.keys[:, 0, :, start:end] = own_keys
+            cache.values[:, 0, :, start:end] = own_values
+            cache.length = end
 
     @torch.inference_mode()
     def propose(
         self,
-        cache: KVCache,
-        anchor: int,
+        caches: Sequence[KVCache],
+        anchors: Sequence[int],
         count: int,
-        policy: Policy | None = None,
+        policies: Sequence[Policy | None],
+        picks: Sequence[Pick],
         probe: MassProbe | None = None,
-        pick: Pick = likeliest,
     ) -> Tensor:
-        """Draft `count` tokens behind `anchor`, whose position is the cache's length. int64 [count].
-
-        policy: scales the Queries by the Keys each row sees; None is the drafter as released. Cached Keys and
-        Values are never touched. probe: called per layer with the top-k attention mass of the proposal rows.
-        """
-        rows = count + 1
-        ids = torch.full((1, rows), self.mask_token, device=self.target.device)
-        ids[0, 0] = anchor
-        hidden = F.embedding(ids, self.target.embedding)
+        """Draft `count` tokens behind each anchor, whose position is its cache's length; see `family.Drafter`."""
+        requests, rows, device = len(caches), count + 1, self.target.device
+        contexts = [cache.length for cache in caches]
+        segments = Segments(caches, contexts, [rows] * requests, self.rotary)
+        ids = torch.full((requests, rows), self.mask_token)
+        ids[:, 0] = torch.tensor(anchors)
+        hidden = F.embedding(ids.view(1, -1).to(device), self.target.embedding)
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
-        context = cache.length
-        gains: dict[LayerKind, Tensor | None] = {}
-        masks: dict[LayerKind, Tensor | None] = {}
+        scaled: dict[LayerKind, Tensor | None] = {}
+        masks: dict[LayerKind, list[Tensor | None]] = {}
         for kind in set(self.kinds):
-            masks[kind] = kind.mask(context, rows, self.target.device)
-            gains[kind] = None
-            if policy is not None:
-                gains[kind] = policy.gain(kind.count(context, rows)).to(self.target.device)
+            masks[kind] = [kind.mask(context, rows, device) for context in contexts]
+            gain = gains(policies, [kind.count(context, rows) for context in contexts])
+            scaled[kind] = None if gain is None else gain.to(device)
         for index, layer in enumerate(self.layers):
-            hidden = self._layer(index, layer, hidden, cache, masks[layer.kind], gains[layer.kind], probe)
-        final = F.rms_norm(hidden[:, 1:], (self.hidden_size,), self.norm, self.eps)
-        return pick(self.target.head(final)[0], None)
+            hidden = self._layer(index, layer, hidden, segments, masks[layer.kind], scaled[layer.kind], probe)
+        drafted = hidden.view(requests, rows, self.hidden_size)[:, 1:]
+        final = F.rms_norm(drafted, (self.hidden_size,), self.norm, self.eps)
+        logits = self.target.head(final)
+        return torch.stack([pick(own, None) for pick, own in zip(picks, logits, strict=True)])
 
     def _layer(
         self,
         index: int,
         layer: _Layer,
         hidden: Tensor,
-        cache: KVCache,
-        mask: Tensor | None,
+        segments: Segments,
+        masks: Sequence[Tensor | None],
         gain: Tensor | None,
         probe: MassProbe | None,
     ) -> Tensor:
-        rows, size, start = hidden.shape[1], self.hidden_size, cache.length
+        rows, size = hidden.shape[1], self.hidden_size
         normed = F.rms_norm(hidden, (size,), layer.attn_norm, self.eps)
         qkv = layer.qkv(normed).view(1, rows, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
         query, keys, values = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
@@ -250,12 +250,15 @@ class DFlash:
         keys = F.rms_norm(keys, (self.head_dim,), layer.k_norm, self.eps)
         if gain is not None:
             query = scale_queries(query, gain[None, None])
-        query, keys = self.rotary(query, start), self.rotary(keys, start)
-        all_keys, all_values = cache.write(index, start, keys, values)
-        if probe is not None:
+
+        def shown(query: Tensor, keys: Tensor, mask: Tensor | None) -> None:
+            assert probe is not None
             # The anchor's row proposes nothing.
-            probe(index, attention_mass(query[:, :, 1:], all_keys, None if mask is None else mask[1:]))
-        hidden = hidden + layer.out(attend(query, all_keys, all_values, mask))
+            probe(index, attention_mass(query[:, :, 1:], keys, None if mask is None else mask[1:]))
+
+        query, keys = segments.rotate(query), segments.rotate(keys)
+        mixed = segments.attend(index, query, keys, values, masks, None if probe is None else shown)
+        hidden = hidden + layer.out(mixed)
         normed = F.rms_norm(hidden, (size,), layer.mlp_norm, self.eps)
         gate, up = layer.gate_up(normed).chunk(2, dim=-1)
         return hidden + layer.down(F.silu(gate) * up)

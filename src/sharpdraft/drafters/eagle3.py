@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
-from ..attention import Rotary, attend
+from ..attention import Rotary, Segments
 from ..cardinality import causal_keys
 from ..decode.cache import KVCache
 from ..errors import SharpDraftError
@@ -30,7 +30,7 @@ from ..mass import attention_mass
 from ..scale import Policy, scale_queries
 from ..target import Target
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
-from .family import MassProbe, Pick, likeliest
+from .family import MassProbe, Pick, gains
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
 _DRAFTS = 5  # By default: what a chain's later tokens add does not pay for the passes they take.
@@ -205,10 +205,9 @@ class Eagle3:
         )
 
     @torch.inference_mode()
-    def observe(self, cache: PairCache, tokens: Sequence[int], features: Sequence[Tensor]) -> None:
-        """Append verified tokens and their fused states; cache every pair whose token is known by that."""
-        rows = len(tokens)
-        start, end = cache.length, cache.length + rows
+    def observe(self, caches: Sequence[PairCache], tokens: Sequence[Sequence[int]], features: Sequence[Tensor]) -> None:
+        """Append verified tokens and their fused states, and cache every pair whose token is known by that; see
+        `family.Drafter`."""
         taps = list(features)
         if self.tap_norms:
             pairs = zip(taps, self.tap_norms, strict=True)
@@ -216,65 +215,75 @@ class Eagle3:
         fused = torch.cat(taps, dim=-1)
         if self.fusion_norm is not None:
             fused = F.rms_norm(fused, (fused.shape[-1],), self.fusion_norm, self.eps)
-        cache.states[start:end] = self.fc(fused)[0]
-        cache.tokens[start:end] = torch.tensor(tokens)
-        cache.length = end
-        self._cache_pairs(cache)
+        states = self.fc(fused)[0].split([len(each) for each in tokens])
+        for cache, own, state in zip(caches, tokens, states, strict=True):
+            end = cache.length + len(own)
+            cache.states[cache.length : end] = state
+            cache.tokens[cache.length : end] = torch.tensor(own)
+            cache.length = end
+        self._cache_pairs(caches)
 
-    def _cache_pairs(self, cache: PairCache) -> None:
-        known = cache.rows()
-        if known:
-            first, last = known.start, known.stop
-            # With a single layer, what later rows need of a pair depends on the pair alone.
-            row = self._row(cache.states[None, first:last], cache.tokens[None, first + 1 : last + 1])
-            _, keys, values = self._qkv(row, first)
-            cache.write(0, first, keys, values)
-            cache.pairs = last
+    def _cache_pairs(self, caches: Sequence[PairCache]) -> None:
+        waiting = [cache for cache in caches if cache.rows()]
+        if not waiting:
+            return
+        known = [cache.rows() for cache in waiting]
+        segments = Segments(waiting, [k.start for k in known], [len(k) for k in known], self.rotary)
+        pairs = list(zip(waiting, known, strict=True))
+        # With a single layer, what later rows need of a pair depends on the pair alone.
+        states = torch.cat([cache.states[k.start : k.stop] for cache, k in pairs])
+        tokens = torch.cat([cache.tokens[k.start + 1 : k.stop + 1] for cache, k in pairs])
+        _, keys, values = self._qkv(self._row(states[None], tokens[None]), segments)
+        for cache, start, own_keys, own_values in zip(
+            waiting, segments.starts, keys.split(segments.counts, 2), values.split(segments.counts, 2), strict=True
+        ):
+            cache.write(0, start, own_keys, own_values)
+            cache.pairs = start + own_keys.shape[2]
 
     @torch.inference_mode()
     def propose(
         self,
-        cache: PairCache,
-        anchor: int,
+        caches: Sequence[PairCache],
+        anchors: Sequence[int],
         count: int,
-        policy: Policy | None = None,
+        policies: Sequence[Policy | None],
+        picks: Sequence[Pick],
         probe: MassProbe | None = None,
-        pick: Pick = likeliest,
     ) -> Tensor:
-        """Draft `count` tokens behind `anchor`, one by one. int64 [count]; see `family.Drafter`."""
-        if cache.length == 0:
+        """Draft `count` tokens behind each anchor, one by one; see `family.Drafter`."""
+        if any(cache.length == 0 for cache in caches):
             raise SharpDraftError("EAGLE drafts behind at least one token that the target has read")
-        self._cache_pairs(cache)
-        start = cache.length - 1
-        state = cache.states[None, None, start]
-        token = torch.tensor([[anchor]], device=self.target.device)
+        self._cache_pairs(caches)
+        states = torch.stack([cache.states[cache.length - 1] for cache in caches])[None]
+        tokens = torch.tensor([list(anchors)], device=self.target.device)
         drafts = []
-        for position in range(start, start + count):
-            normed, state = self._step(cache, state, token, position, policy, probe)
-            token = pick(self.head(normed)[:, -1], self.token_of)[None]
-            drafts.append(token)
-        return torch.cat(drafts, dim=1)[0]
+        for step in range(count):
+            starts = [cache.length - 1 + step for cache in caches]
+            segments = Segments(caches, starts, [1] * len(caches), self.rotary)
+            gain = gains(policies, [causal_keys(start, 1)[0] for start in starts])
+            normed, states = self._step(segments, states, tokens, gain, probe)
+            logits = self.head(normed)[0].split(1)
+            tokens = torch.cat([pick(own, self.token_of) for pick, own in zip(picks, logits, strict=True)])[None]
+            drafts.append(tokens[0])
+        return torch.stack(drafts, dim=1)
 
     def _step(
-        self,
-        cache: PairCache,
-        state: Tensor,
-        token: Tensor,
-        position: int,
-        policy: Policy | None,
-        probe: MassProbe | None,
+        self, segments: Segments, states: Tensor, tokens: Tensor, gain: Tensor | None, probe: MassProbe | None
     ) -> tuple[Tensor, Tensor]:
-        """One row: the normed output [1, 1, hidden], and the state it hands on."""
+        """One row a request: the normed outputs [1, requests, hidden], and the states they hand on."""
         size = (self.hidden_size,)
-        query, keys, values = self._qkv(self._row(state, token), position)
-        if policy is not None:
-            gain = policy.gain(causal_keys(position, 1)).to(query.device)
-            query = scale_queries(query, gain[None])
-        all_keys, all_values = cache.write(0, position, keys, values)
-        if probe is not None:
-            probe(0, attention_mass(query, all_keys, None))
-        residual = F.rms_norm(state, size, self.state_norm, self.eps) if self.norm_before_residual else state
-        hidden = residual + self.out(attend(query, all_keys, all_values, None))
+        query, keys, values = self._qkv(self._row(states, tokens), segments)
+        if gain is not None:
+            query = scale_queries(query, gain.to(query.device)[None, None])
+
+        def shown(query: Tensor, keys: Tensor, mask: Tensor | None) -> None:
+            assert probe is not None
+            probe(0, attention_mass(query, keys, mask))
+
+        none_masked = [None] * len(segments.counts)
+        mixed = segments.attend(0, query, keys, values, none_masked, None if probe is None else shown)
+        residual = F.rms_norm(states, size, self.state_norm, self.eps) if self.norm_before_residual else states
+        hidden = residual + self.out(mixed)
         gate, up = self.gate_up(F.rms_norm(hidden, size, self.mlp_norm, self.eps)).chunk(2, dim=-1)
         hidden = hidden + self.down(F.silu(gate) * up)
         normed = F.rms_norm(hidden, size, self.norm, self.eps)
@@ -286,12 +295,12 @@ class Eagle3:
         embedded = F.rms_norm(F.embedding(tokens, self.embedding), size, self.token_norm, self.eps)
         return torch.cat((embedded, F.rms_norm(states, size, self.state_norm, self.eps)), dim=-1)
 
-    def _qkv(self, rows: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, Keys and Values [1, heads, rows, head_dim] of rows from position `start` on."""
+    def _qkv(self, rows: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, Keys and Values [1, heads, rows, head_dim], the first two rotated to their positions."""
         heads = self.heads + 2 * self.kv_heads
         qkv = self.qkv(rows).view(1, rows.shape[1], heads, self.head_dim).transpose(1, 2)
         query, keys, values = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        return self.rotary(query, start), self.rotary(keys, start), values
+        return segments.rotate(query), segments.rotate(keys), values
 
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:

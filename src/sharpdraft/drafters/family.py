@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..scale import Policy
@@ -51,23 +52,34 @@ class Drafter(Protocol[Cache]):
         """A cache for contexts of `capacity` tokens."""
         ...
 
-    def observe(self, cache: Cache, tokens: Sequence[int], features: Sequence[Tensor]) -> None:
-        """Append verified tokens: their ids, and the tapped hidden states, each [1, rows, hidden]."""
+    def observe(self, caches: Sequence[Cache], tokens: Sequence[Sequence[int]], features: Sequence[Tensor]) -> None:
+        """Append each request's verified tokens: their ids, and the tapped hidden states of all of them, one request
+        behind the other, each [1, rows, hidden]."""
         ...
 
     def propose(
         self,
-        cache: Cache,
-        anchor: int,
+        caches: Sequence[Cache],
+        anchors: Sequence[int],
         count: int,
-        policy: Policy | None = None,
+        policies: Sequence[Policy | None],
+        picks: Sequence[Pick],
         probe: MassProbe | None = None,
-        pick: Pick = likeliest,
     ) -> Tensor:
-        """Draft `count` tokens behind `anchor`, which stands behind what was observed. int64 [count].
+        """Draft `count` tokens behind each request's anchor, which stands behind what was observed. int64
+        [requests, count].
 
-        policy: scales the Queries by the Keys each row sees; None is the drafter as released. probe: called with the
-        top-k attention mass of the proposal rows. pick: chooses the tokens, of all rows at once or one by one along a
-        chain.
+        policies: each scales its request's Queries by the Keys that each row sees; None is the drafter as released.
+        Cached Keys and Values are never touched. picks: each chooses its request's tokens, of all rows at once or one
+        by one along a chain. probe: called with the top-k attention mass of the proposal rows of a single request.
         """
         ...
+
+
+def gains(policies: Sequence[Policy | None], counts: Sequence[Tensor]) -> Tensor | None:
+    """The gain of every row of several requests, float32 [rows], from the Keys that each sees (each request's int64
+    [rows]); None where nothing is scaled."""
+    if all(policy is None for policy in policies):
+        return None
+    pairs = zip(policies, counts, strict=True)
+    return torch.cat([torch.zeros(len(seen)) if policy is None else policy.gain(seen) for policy, seen in pairs])

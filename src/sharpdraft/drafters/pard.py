@@ -23,7 +23,7 @@ from ..errors import SharpDraftError
 from ..scale import Policy
 from ..target import Target
 from .checkpoint import other_target, read_json
-from .family import MassProbe, Pick, likeliest
+from .family import MassProbe, Pick, gains
 
 _DRAFTS = 7  # Where the config does not say how many it was trained for (`num_drafts`, which is ours).
 _LONGEST = 32
@@ -94,43 +94,64 @@ class Pard:
         room = min(capacity + _LONGEST, self.model.max_positions)
         return TokenCache(self.model.new_cache(room))
 
-    def observe(self, cache: TokenCache, tokens: Sequence[int], features: Sequence[Tensor] = ()) -> None:
+    def observe(
+        self, caches: Sequence[TokenCache], tokens: Sequence[Sequence[int]], features: Sequence[Tensor] = ()
+    ) -> None:
         """Append verified tokens; they are read with the next draft."""
-        cache.tokens.extend(tokens)
+        for cache, own in zip(caches, tokens, strict=True):
+            cache.tokens.extend(own)
 
     def propose(
         self,
-        cache: TokenCache,
-        anchor: int,
+        caches: Sequence[TokenCache],
+        anchors: Sequence[int],
         count: int,
-        policy: Policy | None = None,
+        policies: Sequence[Policy | None],
+        picks: Sequence[Pick],
         probe: MassProbe | None = None,
-        pick: Pick = likeliest,
     ) -> Tensor:
-        """Draft `count` tokens behind `anchor` in one pass. int64 [count]; see `family.Drafter`."""
-        if cache.length + count > cache.keys.capacity:
-            raise SharpDraftError(
-                f"the drafter has {cache.keys.capacity} positions and shall draft at {cache.length}: limit the context "
-                "to what it was made for, or go on without it"
-            )
-        if cache.policy != policy:
-            cache.keys.length, cache.policy = 0, policy
-        while len(unread := cache.tokens[cache.keys.length :]) > _READ_ROWS:
-            self._forward(cache.keys, unread[:_READ_ROWS], policy, None)
+        """Draft `count` tokens behind each anchor in one pass; see `family.Drafter`."""
         masks = [self.mask_token] * (count - 1)
-        logits = self._forward(cache.keys, [*unread, anchor, *masks], policy, probe, proposals=count)
-        cache.keys.length = cache.length
-        return pick(logits[0, :, : self.vocab_size], None)
+        blocks = []
+        for cache, anchor, policy in zip(caches, anchors, policies, strict=True):
+            if cache.length + count > cache.keys.capacity:
+                raise SharpDraftError(
+                    f"the drafter has {cache.keys.capacity} positions and shall draft at {cache.length}: limit the "
+                    "context to what it was made for, or go on without it"
+                )
+            if cache.policy != policy:
+                cache.keys.length, cache.policy = 0, policy
+            while len(unread := cache.tokens[cache.keys.length :]) > _READ_ROWS:
+                self._forward([cache.keys], [unread[:_READ_ROWS]], [policy], 1, None)
+            blocks.append([*unread, anchor, *masks])
+        logits = self._forward([cache.keys for cache in caches], blocks, policies, count, probe)
+        for cache in caches:
+            cache.keys.length = cache.length
+        return torch.stack([pick(own, None) for pick, own in zip(picks, logits, strict=True)])
 
     def _forward(
-        self, keys: KVCache, tokens: list[int], policy: Policy | None, probe: MassProbe | None, proposals: int = 1
+        self,
+        keys: Sequence[KVCache],
+        blocks: Sequence[Sequence[int]],
+        policies: Sequence[Policy | None],
+        wanted: int,
+        probe: MassProbe | None,
     ) -> Tensor:
-        """Logits [1, proposals, vocab] of the last rows."""
-        past, rows = keys.length, len(tokens)
-        gain = None if policy is None else policy.gain(causal_keys(past, rows)[0]).to(self.model.device)
-        ids = torch.tensor([tokens], device=self.model.device)
-        logits, _, _ = self.model.forward(ids, keys, logits_from=rows - proposals, gain=gain, probe=probe)
-        return logits
+        """Logits [requests, wanted, vocab] of each request's last rows."""
+        counts = [len(block) for block in blocks]
+        gain = gains(policies, [causal_keys(k.length, count)[0] for k, count in zip(keys, counts, strict=True)])
+        ends = torch.tensor(counts).cumsum(0)
+        rows = (ends[:, None] - torch.arange(wanted, 0, -1)).flatten()
+        device = self.model.device
+        logits, _, _ = self.model.forward(
+            torch.tensor([[token for block in blocks for token in block]], device=device),
+            keys,
+            rows=counts,
+            logits_from=rows.to(device),
+            gain=None if gain is None else gain.to(device),
+            probe=probe,
+        )
+        return logits.view(len(blocks), wanted, -1)[..., : self.vocab_size]
 
 
 def is_pard(config: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..drafters.family import DraftCache, Drafter, MassProbe, Pick, likeliest
+from ..drafters.family import DraftCache, Drafter, MassProbe, Pick
 from ..scale import Policy
 
 
@@ -37,23 +37,27 @@ class Several:
     def new_cache(self, capacity: int) -> SeveralCaches:
         return SeveralCaches(self, {name: each.new_cache(capacity) for name, each in self.drafters.items()})
 
-    def observe(self, cache: SeveralCaches, tokens: Sequence[int], features: Sequence[Tensor]) -> None:
+    def observe(
+        self, caches: Sequence[SeveralCaches], tokens: Sequence[Sequence[int]], features: Sequence[Tensor]
+    ) -> None:
         states = dict(zip(self.taps, features, strict=True))
         for name, drafter in self.drafters.items():
             if self.chosen in (None, name):
-                drafter.observe(cache.parts[name], tokens, [states[tap] for tap in drafter.taps])
+                own = [cache.parts[name] for cache in caches]
+                drafter.observe(own, tokens, [states[tap] for tap in drafter.taps])
 
     def propose(
         self,
-        cache: SeveralCaches,
-        anchor: int,
+        caches: Sequence[SeveralCaches],
+        anchors: Sequence[int],
         count: int,
-        policy: Policy | None = None,
+        policies: Sequence[Policy | None],
+        picks: Sequence[Pick],
         probe: MassProbe | None = None,
-        pick: Pick = likeliest,
     ) -> Tensor:
         assert self.chosen is not None
-        return self.drafters[self.chosen].propose(cache.parts[self.chosen], anchor, count, policy, probe, pick)
+        own = [cache.parts[self.chosen] for cache in caches]
+        return self.drafters[self.chosen].propose(own, anchors, count, policies, picks, probe)
 
 
 class SeveralCaches:
