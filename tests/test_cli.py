@@ -313,6 +313,21 @@ def bench(run: Run, saved: Checkpoints, *options: object) -> Result:
     return run("bench", "--target", saved.target, "--drafter", saved.drafter, "--answer-tokens", 12, *options)
 
 
+def test_bench_of_sampled_answers(run: Run, saved: Checkpoints, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("w9 w10\nw30\n")
+
+    def rows(seed: int, out: str) -> list[dict[str, Any]]:
+        options = ("--prompts", tmp_path / "prompts.txt", "--temperature", 1.5, "--seed", seed, "--out", tmp_path / out)
+        result = bench(run, saved, *options)
+        assert result.code == 0 and "tokens of the other arms" not in result.out
+        return [json.loads(line) for line in (tmp_path / out / "rows.jsonl").read_text().splitlines()[1:]]
+
+    first, again, other = rows(3, "first"), rows(3, "again"), rows(4, "other")
+    assert [row["tokens"] for row in first] == [row["tokens"] for row in again] != [row["tokens"] for row in other]
+    assert all(row["differences"] == {} and row["arms"]["frozen"]["rounds"] for row in first)
+    check_one_line(bench(run, saved, "--temperature", 1, "--replay", "frozen"), "a replay follows a known text")
+
+
 def test_bench_of_prompts_and_its_resumption(run: Run, saved: Checkpoints, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     prompts.write_text('{"name": "a", "turns": ["w9", "w10 w11"]}\n{"name": "b", "prompt": "w30"}\n')

@@ -243,6 +243,8 @@ def bench(
     answer_tokens: int = ANSWER,
     reference: int | None = REFERENCE,
     block: int | None = BLOCK,
+    temperature: float = TEMPERATURE,
+    seed: int | None = SEED,
     device: str | None = DEVICE,
     engine: str | None = ENGINE,
     engine_args: str = ENGINE_ARGS,
@@ -252,6 +254,8 @@ def bench(
     as_json: bool = JSON,
 ) -> None:
     """Compare arms on long sessions, by context length: in the lab's own loop, in vLLM, or in running servers."""
+    if temperature and (engine is not None or base_url is not None or replay):
+        raise SharpDraftError("--temperature is for timed arms of the lab's own loop: a replay follows a known text")
     if engine is not None or base_url is not None:
         _bench_engines(
             engine,
@@ -272,6 +276,7 @@ def bench(
         )
         return
     from .decode.loop import Session
+    from .decode.sampling import Sampling
     from .lab.bench import Plan, RunLog, arms_of, measured_turns, run_live, run_recording
     from .lab.bench import arm as arm_named
     from .lab.tasks import built_in, digest, from_file, recordings
@@ -300,6 +305,7 @@ def bench(
         turns_per_bucket,
         masses_every=mass_every,
         tasks=digest(every_task),
+        sampling=Sampling(temperature, seed=seed),
     )
     log = RunLog(out_dir / "rows.jsonl", plan)
     total = sum(len(task.turns) for task in tasks)
@@ -321,7 +327,7 @@ def bench(
             session.rewind(0)
             turns = (loaded.prompt(turn, first=i == 0) for i, turn in enumerate(task.turns))
             run_live(session, task, turns, plan, loaded.stop, log.rows, on_row, on_progress)
-    _report(log.rows, plan.edges, out_dir, f"{target}, {drafter or 'built-in drafter'}", as_json)
+    _report(log.rows, plan.edges, out_dir, f"{target}, {drafter or 'built-in drafter'}", as_json, temperature > 0)
 
 
 def _bench_engines(
@@ -621,7 +627,14 @@ def _show_answer(console: Console, tokenizer: Any, row: dict[str, Any]) -> None:
     console.print("   " + "   ".join(parts) + "\n", highlight=False)
 
 
-def _report(rows: Sequence[dict[str, Any]], edges: Sequence[int], out_dir: Path, title: str, as_json: bool) -> None:
+def _report(
+    rows: Sequence[dict[str, Any]],
+    edges: Sequence[int],
+    out_dir: Path,
+    title: str,
+    as_json: bool,
+    sampled: bool = False,
+) -> None:
     from .lab.report import figure, summarise, table
 
     if not rows:
@@ -645,7 +658,7 @@ def _report(rows: Sequence[dict[str, Any]], edges: Sequence[int], out_dir: Path,
         typer.echo(json.dumps({"cells": [asdict(c) for c in cells], "differences": differences, "figure": shown}))
         return
     out.print(table(cells, edges, title))
-    if not differences:
+    if not differences and not sampled:
         out.print(f"All {agreed} tokens of the other arms are those that {first} wrote.", highlight=False)
     for d in differences:
         gap = f", where the target's two logits are {d['gap']:.1e} apart" if "gap" in d else ""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..decode.loop import Round, Session, replay
+from ..decode.sampling import GREEDY, Sampling
 from ..drafters.dflash import DFlash
 from ..drafters.family import Drafter
 from ..errors import SharpDraftError
@@ -106,6 +107,8 @@ class Plan:
     edges: tuple[int, ...] = EDGES
     masses_every: int = 0
     tasks: str = ""  # What tells one prompt file from another: a digest.
+    # How every arm chooses tokens; each answer is drawn with a seed of its own, made from this one.
+    sampling: Sampling = GREEDY
 
     def key(self) -> str:
         return json.dumps(asdict(self), sort_keys=True, default=str)
@@ -268,6 +271,10 @@ def measure_turn(
     """Answer one prompt with every arm; leaves the session behind AR's answer (the first arm's without AR)."""
     start = len(session.tokens)
     drafter = session.drafter
+    random = plan.sampling.temperature > 0
+    session.sampling = (
+        replace(plan.sampling, seed=1000 * (plan.sampling.seed or 0) + number) if random else plan.sampling
+    )
     shift = number % len(plan.timed)
     arms: dict[str, dict[str, Any]] = {}
     answers: dict[str, list[int]] = {}
@@ -284,7 +291,8 @@ def measure_turn(
     text = answers[reference]
     differences = {}
     for name, answer in answers.items():
-        if answer != text:
+        # Sampled answers differ, as they do from seed to seed.
+        if answer != text and not random:
             at = next(i for i in range(min(len(answer), len(text))) if answer[i] != text[i])
             gap = _logit_gap(session, start, [*prompt, *text[:at]], text[at], answer[at])
             differences[name] = {"at": at, "gap": gap}
