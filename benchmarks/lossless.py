@@ -1,0 +1,103 @@
+"""Is every drafter lossless, scaled or not, at every context length, in a batch? Many tokens, compared with AR's.
+
+    python benchmarks/lossless.py [--drafters dflash,eagle3,pard] [--places 14] [--tokens 96] [--reference 512]
+
+At --places context lengths of each recorded session the next tokens are written by the target alone and then by every
+drafter, as released and scaled; all sessions share each pass. A difference is printed with the gap between the target's
+two logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+from rich.progress import track
+
+from sharpdraft import FixedSlope
+from sharpdraft.decode.loop import Session, round_together
+from sharpdraft.drafters import load_drafter
+from sharpdraft.lab.bench import Arm, arms_of, machine
+from sharpdraft.lab.several import Several
+from sharpdraft.lab.tasks import recordings
+from sharpdraft.models import SMOLLM2, built_in_drafter, load_target
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--drafters", default="dflash,eagle3,pard")
+    parser.add_argument("--places", type=int, default=14)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--reference", type=int, default=512)
+    parser.add_argument("--sessions", type=int, default=8)
+    options = parser.parse_args()
+    target, _ = load_target(SMOLLM2, device="cpu")
+    drafters = {}
+    for name in options.drafters.split(","):
+        directory = built_in_drafter(SMOLLM2, name)
+        assert directory is not None, f"there is no built-in {name} drafter"
+        drafters[name] = load_drafter(directory, target)
+    # With one drafter, too, its arms carry its name.
+    several = Several(drafters)
+    policies = dict.fromkeys(drafters, FixedSlope(options.reference))
+    arms = [Arm("ar", drafting=False)]
+    for name, policy in policies.items():
+        both = arms_of(("frozen", "sharpdraft"), {name: policy})
+        arms += [Arm(f"{name}:{each.name}", True, each.policy, drafter=name) for each in both]
+    texts = recordings()[: options.sessions]
+    sessions = [Session(target, several) for _ in texts]
+    last = min(len(text.tokens) for text in texts)
+    lengths = [300 + round(i * (last - 300) / max(options.places - 1, 1)) for i in range(options.places)]
+    written: dict[str, int] = {arm.name: 0 for arm in arms}
+    accepted: dict[str, list[int]] = {arm.name: [] for arm in arms}
+    differences = []
+    began = time.perf_counter()
+    for length in track(lengths, description="places"):
+        prefixes = [list(text.tokens[:length]) for text in texts]
+        several.chosen = None
+        for session, prefix in zip(sessions, prefixes, strict=True):
+            session.drafting = True
+            known = len(session.tokens)
+            session.read(prefix[known:])
+        base: list[list[int]] = []
+        for arm in arms:
+            for session in sessions:
+                session.rewind(length)
+                arm.set(session, several)
+            ends = length + options.tokens
+            while running := [s for s in sessions if len(s.tokens) < ends]:
+                rounds = round_together(running, [ends - len(s.tokens) for s in running], [()] * len(running))
+                accepted[arm.name] += [done.accepted for done in rounds if done.drafted]
+            answers = [session.tokens[length:] for session in sessions]
+            written[arm.name] += sum(map(len, answers))
+            base = base or answers
+            for text, prefix, one, other in zip(texts, prefixes, base, answers, strict=True):
+                if one != other:
+                    at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+                    alone = Session(target)
+                    logits = alone.read([*prefix, *one[:at]])[0, -1]
+                    gap = float(logits[one[at]] - logits[other[at]])
+                    found = {"arm": arm.name, "session": text.name, "context": length, "token": at, "gap": gap}
+                    differences.append(found)
+                    print(json.dumps(found), flush=True)
+        several.chosen = None
+        for session in sessions:
+            session.rewind(length)
+    drafting = {name: round(1 + sum(own) / len(own), 3) for name, own in accepted.items() if own}
+    print(
+        json.dumps(
+            {
+                "machine": machine(),
+                "contexts": lengths,
+                "tokens": written,
+                "differences": len(differences),
+                "mal": drafting,
+                "seconds": round(time.perf_counter() - began),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
