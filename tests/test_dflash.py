@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import Qwen3Config
@@ -29,6 +29,7 @@ from conftest import (
     make_model,
     propose,
 )
+from sharpdraft import attention
 from sharpdraft.attention import Rotary, attend, causal_mask
 from sharpdraft.decode.cache import KVCache
 from sharpdraft.decode.loop import Session
@@ -516,6 +517,57 @@ def test_attend(batch: int, heads: tuple[int, int], rows: int, past: int, as_boo
     mixed = shares @ values.repeat_interleave(heads[0] // heads[1], 1)
     expected = mixed.transpose(1, 2).reshape(batch, rows, -1)
     torch.testing.assert_close(attend(query, keys, values, mask), expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from([(4, 4), (4, 2), (6, 1), (9, 3)]),
+    st.integers(1, 5),
+    st.integers(8, 40),
+    st.sampled_from([2, 3, 7]),
+    st.sampled_from(["none", "bool", "additive"]),
+)
+def test_attention_in_chunks_is_attention(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], rows: int, past: int, threads: int, kind: str
+) -> None:
+    """However the Keys are divided among threads, with a rest or without."""
+    monkeypatch.setattr(attention, "_CHUNKED_FROM", 8)
+    torch.manual_seed(rows + past)
+    query = torch.randn(1, heads[0], rows, 8)
+    keys, values = torch.randn(2, 1, heads[1], past + rows, 8)
+    visible = torch.ones(rows, past + rows, dtype=torch.bool).tril(past)
+    masks = {"none": None, "bool": visible, "additive": causal_mask(past, rows, torch.float32, torch.device("cpu"))}
+    mask = masks[kind]
+    calls: list[int] = []
+    real = attention._attend_in_chunks
+    with monkeypatch.context() as patch, torch.inference_mode():
+        expected = attend(query, keys, values, mask)
+        patch.setattr(torch, "get_num_threads", lambda: threads)
+        patch.setattr(attention, "_attend_in_chunks", lambda *a: calls.append(a[-1]) or real(*a))
+        found = attend(query, keys, values, mask, past)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    even = heads[1] % threads == 0
+    assert bool(calls) != even, "work is divided where heads are not"
+
+
+def test_keys_that_a_mask_hides_are_never_taken_for_visible(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows hide Keys that were cached long ago: drafts are the same, however attention is divided."""
+    config = drafter_config(layer_types=[FULL, SLIDING], **WINDOW)
+    drafter = DFlash(config, drafter_tensors(config), llama.target)
+    assert {kind.window for kind in drafter.kinds} == {None, 24}
+    rng = torch.Generator().manual_seed(1)
+    texts = torch.randint(0, VOCAB, (6, 121), generator=rng).tolist()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    drafts = []
+    for chunked in (False, True):
+        monkeypatch.setattr(attention, "_CHUNKED_FROM", 8 if chunked else 10**9)
+        session = Session(llama.target, drafter)
+        for text in texts:
+            session.rewind(0)
+            session.read(text[:120])
+            found = [propose(drafter, session.drafts, text[120], BLOCK - 1, p).tolist() for p in (None, FixedSlope(33))]
+            drafts.append((chunked, found))
+    assert [found for chunked, found in drafts if chunked] == [found for chunked, found in drafts if not chunked]
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -64,9 +65,12 @@ class Segments:
         values: Tensor,
         masks: Sequence[Tensor | None],
         probe: Callable[[Tensor, Tensor, Tensor | None], None] | None = None,
+        *,
+        windowed: bool = False,
     ) -> Tensor:
         """Write the rows' Keys and Values into their caches and attend. query [1, heads, rows, head_dim]; masks: each
-        request's, as in `attend`; probe: shown each request's Query, Keys and mask. Returns [1, rows, heads * dim]."""
+        request's, as in `attend`; probe: shown each request's Query, Keys and mask; windowed: whether masks hide Keys
+        that were cached before. Returns [1, rows, heads * dim]."""
         parts = []
         rows = zip(
             self.caches,
@@ -81,7 +85,8 @@ class Segments:
             all_keys, all_values = cache.write(layer, start, own_keys, own_values)
             if probe is not None:
                 probe(own_query, all_keys, mask)
-            parts.append(attend(own_query.to(all_keys.dtype), all_keys, all_values, mask))
+            free = 0 if windowed else start
+            parts.append(attend(own_query.to(all_keys.dtype), all_keys, all_values, mask, free))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
@@ -92,15 +97,16 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos.to(x.dtype), swapped, signed_sin.to(x.dtype))
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, free: int = 0) -> Tensor:
     """Grouped attention without repeated Keys: the Queries of one group are rows of one product.
 
     query [batch, heads, rows, head_dim]; keys, values [batch, kv_heads, length, head_dim]; mask
-    [..., rows, length], bool (True is visible) or additive, or None (all visible).
+    [..., rows, length], bool (True is visible) or additive, or None (all visible); free: how many of the first Keys the
+    mask hides from no row.
     Returns [batch, rows, heads * head_dim].
     """
     batch, heads, rows, dim = query.shape
-    kv_heads = keys.shape[1]
+    kv_heads, length = keys.shape[1:3]
     group = heads // kv_heads
     if rows == 1 and batch > 1:
         # Many sequences, one row each: memory-bound, and the kernel's own grouping reads Keys once.
@@ -108,8 +114,43 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> 
     if group > 1:
         query = query.reshape(batch, kv_heads, group * rows, dim)
         mask = None if mask is None else torch.cat([mask] * group, dim=-2)
-    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+    chunks = _chunks(query, kv_heads, length if mask is None else free)
+    if chunks > 1:
+        out = _attend_in_chunks(query, keys, values, mask, (length if mask is None else free) // chunks, chunks)
+    else:
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
     return out.reshape(batch, heads, rows, dim).transpose(1, 2).reshape(batch, rows, heads * dim)
+
+
+# Fewer Keys than these are not worth putting chunks together again.
+_CHUNKED_FROM = 2048
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _chunks(query: Tensor, kv_heads: int, free: int) -> int:
+    """Into how many parts to cut the Keys, so that every thread has the same work: the CPU kernel gives a thread whole
+    heads, and few heads leave some threads idle."""
+    if query.device.type != "cpu" or len(query) > 1 or free < _CHUNKED_FROM or torch.is_grad_enabled():
+        return 1
+    threads = torch.get_num_threads()
+    return threads // math.gcd(kv_heads, threads)
+
+
+def _attend_in_chunks(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, size: int, chunks: int
+) -> Tensor:
+    """Attention over `chunks` parts of `size` Keys, which no mask hides, as a batch, and over the rest; each part's
+    result weighs as much as its softmax would have had in the whole."""
+    end = chunks * size
+    parts = [each[:, :, :end].unflatten(2, (chunks, size))[0].transpose(0, 1) for each in (keys, values)]
+    out, log_sum = _flash(query.expand(chunks, -1, -1, -1), *parts)
+    if end < keys.shape[2]:
+        rest = None if mask is None else mask[..., end:]
+        if rest is not None and rest.dtype == torch.bool:
+            rest = additive(rest, query.dtype)
+        last, last_sum = _flash(query, keys[:, :, end:], values[:, :, end:], attn_mask=rest)
+        out, log_sum = torch.cat((out, last)), torch.cat((log_sum, last_sum))
+    return (out * log_sum.softmax(0)[..., None].to(out.dtype)).sum(0, keepdim=True)
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

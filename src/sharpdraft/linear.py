@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Up to this many rows oneDNN's blocked layout beats the plain one on float32 CPUs; from how many on is measured.
+# Up to this many rows oneDNN's blocked layout beats the plain one on CPUs; from how many on is measured.
 _PACKED_UP_TO = 128
 _PACK_FOR = 8
 
 
 class Linear:
-    """`x @ weight.T + bias` with an extra blocked copy of float32 CPU weights for few rows.
+    """`x @ weight.T + bias`, with an extra blocked copy for few rows where a CPU multiplies the weights' dtype fast.
 
     weight: [out, in]; bias: [out] or None. Calls take x [..., in] of any floating dtype and return [..., out]
     in the weight's dtype, in which the product runs.
@@ -26,28 +26,28 @@ class Linear:
         self.weight = weight.detach().contiguous()
         self.bias = None if bias is None else bias.detach()
         self.packed: Tensor | None = None
-        if pack and weight.device.type == "cpu" and weight.dtype == torch.float32 and _onednn():
+        if pack and weight.device.type == "cpu" and _onednn() and _fast(weight.dtype):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_FOR)
-            self.packed_rows = range(packed_from(), _PACKED_UP_TO + 1)
+            self.packed_rows = range(packed_from(weight.dtype), _PACKED_UP_TO + 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed is not None and x.numel() // x.shape[-1] in self.packed_rows:
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise(x.to(self.weight.dtype), self.packed, self.bias, "none", [], "")
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
 @cache
-def packed_from() -> int:
+def packed_from(dtype: torch.dtype = torch.float32) -> int:
     """Rows from which on the blocked layout is the faster one here, 1 to 3: measured once in a process.
 
     One or two rows are a matrix-vector product, which some processors run at memory speed in the plain layout, and
     others, Zen 3 for one, do not. The weights measured on are larger together than a cache.
     """
     rng = torch.Generator().manual_seed(0)  # The global one is the caller's.
-    weights = [torch.randn(1536, 1536, generator=rng) for _ in range(8)]
+    weights = [torch.randn(1536, 1536, generator=rng).to(dtype) for _ in range(8)]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_FOR) for weight in weights]
     for rows in (1, 2):
-        x = torch.randn(rows, 1536, generator=rng)
+        x = torch.randn(rows, 1536, generator=rng).to(dtype)
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(7):
             for blocked, times in seconds.items():
@@ -61,6 +61,10 @@ def packed_from() -> int:
         if statistics.median(seconds[True]) < statistics.median(seconds[False]):
             return rows
     return 3
+
+
+def _fast(dtype: torch.dtype) -> bool:
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and fast_bfloat16(torch.device("cpu")))
 
 
 def fast_bfloat16(device: torch.device) -> bool:

@@ -257,7 +257,8 @@ class DFlash:
             probe(index, attention_mass(query[:, :, 1:], keys, None if mask is None else mask[1:]))
 
         query, keys = segments.rotate(query), segments.rotate(keys)
-        mixed = segments.attend(index, query, keys, values, masks, None if probe is None else shown)
+        windowed = layer.kind.window is not None
+        mixed = segments.attend(index, query, keys, values, masks, None if probe is None else shown, windowed=windowed)
         hidden = hidden + layer.out(mixed)
         normed = F.rms_norm(hidden, (size,), layer.mlp_norm, self.eps)
         gate, up = layer.gate_up(normed).chunk(2, dim=-1)
