@@ -157,14 +157,14 @@ def test_tokens_are_the_targets_and_rounds_are_our_loops(
 
 
 def test_a_count_that_is_off_by_one_is_noticed(
-    start: Start,
-    models: Models,
-    prompts: list[list[int]],
-    ar: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    start: Start, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the test above would say of a plugin that counts one Key too many."""
+    """What the test above would say of a plugin that counts one Key too many, just above N0, where that is much."""
+    policy = FixedSlope(20, slope=2.0, top_k=19, max_scale=500.0)
+    rng = torch.Generator().manual_seed(2)
+    short = [torch.randint(0, VOCAB, (n,), generator=rng).tolist() for n in range(5, 20, 2)]
+    with start(asked(policy)) as engine:
+        right = engine.answer(short, NEW)
     (tmp_path / "sitecustomize.py").write_text(
         "from sharpdraft.engines.imports import when_imported\n"
         "def plant(module):\n"
@@ -173,10 +173,11 @@ def test_a_count_that_is_off_by_one_is_noticed(
         "when_imported('sharpdraft.engines.vllm', plant)\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    with start(asked(STEEP)) as engine:
-        answer = engine.answer(prompts, NEW)
-    assert answer["tokens"] == ar["tokens"], "wrong counts cost acceptance, never tokens"
-    assert different_rounds(answer["rounds"], ours(models, prompts, STEEP)) > 0
+    with start(asked(policy)) as engine:
+        wrong = engine.answer(short, NEW)
+    assert wrong["tokens"] == right["tokens"], "wrong counts cost acceptance, never tokens"
+    own = ours(models, short, policy)
+    assert different_rounds(right["rounds"], own) == 0 < different_rounds(wrong["rounds"], own)
 
 
 def test_below_the_reference_it_is_stock_vllm(start: Start, prompts: list[list[int]]) -> None:
