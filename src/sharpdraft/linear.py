@@ -36,6 +36,12 @@ class Linear:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
+def gated_mlp(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
+    """The feed-forward of Llama's family: gate and up projection are one product."""
+    gate, up = gate_up(x).chunk(2, dim=-1)
+    return down(F.silu(gate) * up)
+
+
 @cache
 def packed_from(dtype: torch.dtype = torch.float32) -> int:
     """Rows from which on the blocked layout is the faster one here, 1 to 3: measured once in a process.

@@ -17,7 +17,7 @@ from torch import Tensor
 from .attention import Rotary, Segments, causal_mask
 from .decode.cache import KVCache
 from .errors import SharpDraftError
-from .linear import Linear
+from .linear import Linear, gated_mlp
 from .mass import attention_mass
 from .scale import scale_queries
 
@@ -180,5 +180,4 @@ class Target:
         mixed = segments.attend(index, query, keys, values, masks, shown if probe is not None else None)
         hidden = hidden + layer.out(mixed)
         normed = F.rms_norm(hidden, (size,), layer.mlp_norm, self.eps)
-        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-        return hidden + layer.down(F.silu(gate) * up)
+        return hidden + gated_mlp(normed, layer.gate_up, layer.down)

@@ -25,7 +25,7 @@ from ..attention import Rotary, Segments
 from ..cardinality import block_keys, causal_keys
 from ..decode.cache import KVCache
 from ..errors import SharpDraftError
-from ..linear import Linear
+from ..linear import Linear, gated_mlp
 from ..mass import attention_mass
 from ..scale import Policy, scale_queries
 from ..target import Target
@@ -261,8 +261,7 @@ class DFlash:
         mixed = segments.attend(index, query, keys, values, masks, None if probe is None else shown, windowed=windowed)
         hidden = hidden + layer.out(mixed)
         normed = F.rms_norm(hidden, (size,), layer.mlp_norm, self.eps)
-        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-        return hidden + layer.down(F.silu(gate) * up)
+        return hidden + gated_mlp(normed, layer.gate_up, layer.down)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

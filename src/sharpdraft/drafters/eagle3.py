@@ -25,7 +25,7 @@ from ..attention import Rotary, Segments
 from ..cardinality import causal_keys
 from ..decode.cache import KVCache
 from ..errors import SharpDraftError
-from ..linear import Linear
+from ..linear import Linear, gated_mlp
 from ..mass import attention_mass
 from ..scale import Policy, scale_queries
 from ..target import Target
@@ -284,8 +284,7 @@ class Eagle3:
         mixed = segments.attend(0, query, keys, values, none_masked, None if probe is None else shown)
         residual = F.rms_norm(states, size, self.state_norm, self.eps) if self.norm_before_residual else states
         hidden = residual + self.out(mixed)
-        gate, up = self.gate_up(F.rms_norm(hidden, size, self.mlp_norm, self.eps)).chunk(2, dim=-1)
-        hidden = hidden + self.down(F.silu(gate) * up)
+        hidden = hidden + gated_mlp(F.rms_norm(hidden, size, self.mlp_norm, self.eps), self.gate_up, self.down)
         normed = F.rms_norm(hidden, size, self.norm, self.eps)
         return normed, normed if self.norm_output else hidden
 

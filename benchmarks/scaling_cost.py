@@ -1,0 +1,63 @@
+"""What scaling costs: the same draft pass with and without a policy, taking turns.
+
+    python benchmarks/scaling_cost.py [--drafters dflash,eagle3,pard] [--contexts 1024,4096] [--passes 60]
+
+Prints for each drafter and context the median ratio of a scaled to a plain pass and its quartiles, and beside it what
+two plain passes differ by. All contexts are above N0, so that scaling acts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+
+from sharpdraft import FixedSlope
+from sharpdraft.decode.loop import Session
+from sharpdraft.drafters import load_drafter
+from sharpdraft.drafters.family import likeliest
+from sharpdraft.lab.bench import machine
+from sharpdraft.lab.tasks import recordings
+from sharpdraft.models import SMOLLM2, built_in_drafter, load_target
+from sharpdraft.scale import Policy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--drafters", default="dflash,eagle3,pard")
+    parser.add_argument("--contexts", default="1024,4096")
+    parser.add_argument("--passes", type=int, default=60)
+    options = parser.parse_args()
+    print(json.dumps(machine()))
+    target, _ = load_target(SMOLLM2)
+    tokens = recordings()[0].tokens
+    for name in options.drafters.split(","):
+        directory = built_in_drafter(SMOLLM2, name)
+        assert directory is not None, f"there is no built-in {name} drafter"
+        session = Session(target, load_drafter(directory, target))
+        for length in map(int, options.contexts.split(",")):
+            session.rewind(0)
+            session.read(tokens[:length])
+            drafter, cache, count = session.drafter, session.drafts, session.size - 1
+            assert drafter is not None
+            seconds: dict[str, list[float]] = {"plain": [], "scaled": [], "plain again": []}
+            policies: dict[str, Policy | None] = {"plain": None, "scaled": FixedSlope(512), "plain again": None}
+            for _ in range(options.passes):
+                for kind, policy in policies.items():
+                    # A PARD drafter reads its context anew under another policy: that is not part of a pass.
+                    drafter.propose([cache], [tokens[length]], count, [policy], [likeliest])
+                    began = session._clock()
+                    drafter.propose([cache], [tokens[length]], count, [policy], [likeliest])
+                    seconds[kind].append(session._clock() - began)
+            ratios = {
+                kind: [b / a for a, b in zip(seconds["plain"], seconds[kind], strict=True)]
+                for kind in ("scaled", "plain again")
+            }
+            row: dict[str, object] = {"drafter": name, "context": length, "drafts": count}
+            row["plain_ms"] = round(1e3 * statistics.median(seconds["plain"]), 2)
+            row |= {kind: [round(v, 4) for v in statistics.quantiles(r, n=4)] for kind, r in ratios.items()}
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
