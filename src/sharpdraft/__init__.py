@@ -14,18 +14,24 @@ from .mass import contrast, contrast_derivative, top_mass
 from .scale import Constant, FixedSlope, Policy, scale_queries
 
 if TYPE_CHECKING:
+    from .decode.batch import Batch, Request
     from .decode.loop import Round, Session
+    from .decode.sampling import Sampling
+    from .drafters import load_drafter
     from .drafters.dflash import DFlash
     from .models import load_target
     from .target import Target
 
 __all__ = [
     "Attached",
+    "Batch",
     "Constant",
     "DFlash",
     "FixedSlope",
     "Policy",
+    "Request",
     "Round",
+    "Sampling",
     "Session",
     "SharpDraftError",
     "Target",
@@ -34,6 +40,7 @@ __all__ = [
     "causal_keys",
     "contrast",
     "contrast_derivative",
+    "load_drafter",
     "load_target",
     "mask_keys",
     "ragged_keys",
@@ -42,10 +49,14 @@ __all__ = [
 ]
 
 _LATER = {
+    "Batch": "decode.batch",
     "DFlash": "drafters.dflash",
+    "Request": "decode.batch",
     "Round": "decode.loop",
+    "Sampling": "decode.sampling",
     "Session": "decode.loop",
     "Target": "target",
+    "load_drafter": "drafters",
     "load_target": "models",
 }
 
