@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from sharpdraft.decode.loop import Session, round_together
 from sharpdraft.drafters import load_drafter
-from sharpdraft.lab.bench import machine
+from sharpdraft.lab.bench import catch_up, machine
 from sharpdraft.lab.tasks import recordings
 from sharpdraft.models import SMOLLM2, built_in_drafter, load_target, smollm2_dir
 from sharpdraft.settings import recommended
@@ -68,15 +68,9 @@ def theirs(model: Any, prefixes: Sequence[list[int]], new: int, **options: Any) 
 
 def ours(sessions: Sequence[Session], prefixes: Sequence[list[int]], new: int, policy: Any, drafting: bool) -> Measured:
     for session, prefix in zip(sessions, prefixes, strict=True):
-        session.drafting, session.policy = drafting, policy
-        # What is cached of the prefix stays; only what this arm has not read is read.
-        if session.tokens[: len(prefix)] == prefix:
-            session.rewind(len(prefix))
-        else:
-            session.rewind(0)
-            session.prefill(prefix)
-            session.rewind(len(prefix))
-        session._feed(len(prefix) - 1)
+        session.drafting, session.policy = True, policy
+        catch_up(session, prefix)
+        session.drafting = drafting
     # The round that reads the prefix's last token also writes the first new one.
     ends = [len(prefix) + new for prefix in prefixes]
     began = time.perf_counter()

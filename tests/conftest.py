@@ -197,6 +197,9 @@ class Oracle:
             assert list(own) == list(self.text[cache.length : cache.length + len(own)])
             cache.length += len(own)
 
+    def catch_up(self, caches: Sequence[KVCache], policies: Sequence[Policy | None]) -> None:
+        pass
+
     def propose(
         self,
         caches: Sequence[KVCache],

@@ -335,8 +335,8 @@ def drafter_dir(target: str, name: str | None) -> Path | None:
 def _completed(stored: Path) -> Path:
     """A drafter that shares matrices with its target is stored without them; with them, as engines load it, it is made
     in the cache on first use."""
-    with (stored / "model.safetensors").open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    files = sorted(path for path in stored.iterdir() if path.suffix in (".json", ".safetensors"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
     directory = _cache() / f"{stored.name}-{digest[:12]}"
     if directory.is_dir():
         return directory

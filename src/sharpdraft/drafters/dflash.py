@@ -200,6 +200,9 @@ class DFlash:
             cache.values[:, 0, :, start:end] = own_values
             cache.length = end
 
+    def catch_up(self, caches: Sequence[KVCache], policies: Sequence[Policy | None]) -> None:
+        """Nothing is left to do: verified tokens are cached as they are observed, whatever the policy."""
+
     @torch.inference_mode()
     def propose(
         self,

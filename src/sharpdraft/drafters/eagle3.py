@@ -240,6 +240,9 @@ class Eagle3:
             cache.write(0, start, own_keys, own_values)
             cache.pairs = start + own_keys.shape[2]
 
+    def catch_up(self, caches: Sequence[PairCache], policies: Sequence[Policy | None]) -> None:
+        """Nothing is left to do: verified tokens are cached as they are observed, whatever the policy."""
+
     @torch.inference_mode()
     def propose(
         self,

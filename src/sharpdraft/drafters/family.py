@@ -57,6 +57,10 @@ class Drafter(Protocol[Cache]):
         behind the other, each [1, rows, hidden]."""
         ...
 
+    def catch_up(self, caches: Sequence[Cache], policies: Sequence[Policy | None]) -> None:
+        """Do now what the next draft would have to do for the tokens that were observed."""
+        ...
+
     def propose(
         self,
         caches: Sequence[Cache],

@@ -48,6 +48,12 @@ class TokenCache:
         del self.tokens[length:]
         self.keys.length = min(self.keys.length, length)
 
+    def unread(self, policy: Policy | None) -> list[int]:
+        """The tokens whose Keys are not cached as they are under `policy`."""
+        if self.policy != policy:
+            self.keys.length, self.policy = 0, policy
+        return self.tokens[self.keys.length :]
+
     @contextmanager
     def borrowed(self, start: int, rows: int) -> Iterator[None]:
         """Stand at `start` for a while; what is written over is read again."""
@@ -101,6 +107,12 @@ class Pard:
         for cache, own in zip(caches, tokens, strict=True):
             cache.tokens.extend(own)
 
+    def catch_up(self, caches: Sequence[TokenCache], policies: Sequence[Policy | None]) -> None:
+        """Read what was observed, all of it where the policy is another than before."""
+        for cache, policy in zip(caches, policies, strict=True):
+            while cache.unread(policy):
+                self._forward([cache.keys], [cache.unread(policy)[:_READ_ROWS]], [policy], 1, None)
+
     def propose(
         self,
         caches: Sequence[TokenCache],
@@ -119,9 +131,7 @@ class Pard:
                     f"the drafter has {cache.keys.capacity} positions and shall draft at {cache.length}: limit the "
                     "context to what it was made for, or go on without it"
                 )
-            if cache.policy != policy:
-                cache.keys.length, cache.policy = 0, policy
-            while len(unread := cache.tokens[cache.keys.length :]) > _READ_ROWS:
+            while len(unread := cache.unread(policy)) > _READ_ROWS:
                 self._forward([cache.keys], [unread[:_READ_ROWS]], [policy], 1, None)
             blocks.append([*unread, anchor, *masks])
         logits = self._forward([cache.keys for cache in caches], blocks, policies, count, probe)

@@ -204,7 +204,7 @@ def run_recording(
             continue
         on_progress(f"{recording.name}: reading to {turn.start} tokens")
         session.drafting = True
-        _catch_up(session, recording.tokens[: turn.start])
+        catch_up(session, recording.tokens[: turn.start])
         row = measure_turn(
             session,
             recording.tokens[turn.start : turn.answer],
@@ -236,7 +236,7 @@ def run_live(
         finished = next((r for r in done if r["session"] == task.name and r["turn"] == number), None)
         if finished is not None:
             session.drafting = True
-            _catch_up(session, [*session.tokens, *prompt, *finished["tokens"]])
+            catch_up(session, [*session.tokens, *prompt, *finished["tokens"]])
             continue
         answer = min(task.answer_tokens, session.room - len(prompt))
         row = measure_turn(session, prompt, answer, plan, stop, number, on_progress)
@@ -281,6 +281,9 @@ def measure_turn(
     for chosen in (*plan.timed[shift:], *plan.timed[:shift]):
         session.rewind(start)
         chosen.set(session, drafter, plan.block)
+        if chosen.drafting and session.drafter is not None:
+            # A prefix that an arm's own turns would have left read is not part of its turn.
+            session.drafter.catch_up([session.drafts], [session.policy])
         on_progress(f"{chosen.name} at {start} tokens")
         began = time.perf_counter()
         rounds = list(session.generate(prompt, answer_tokens, stop))
@@ -360,7 +363,7 @@ def _logit_gap(session: Session, start: int, text: Sequence[int], first: int, se
     return float((logits[first] - logits[second]).abs())
 
 
-def _catch_up(session: Session, tokens: Sequence[int]) -> None:
+def catch_up(session: Session, tokens: Sequence[int]) -> None:
     """Bring the session to a text, keeping what it has cached of it; its last token stays unread."""
     session.rewind(min(session.cache.length, len(tokens)))
     common = next(

@@ -46,6 +46,10 @@ class Several:
                 own = [cache.parts[name] for cache in caches]
                 drafter.observe(own, tokens, [states[tap] for tap in drafter.taps])
 
+    def catch_up(self, caches: Sequence[SeveralCaches], policies: Sequence[Policy | None]) -> None:
+        if self.chosen is not None:
+            self.drafters[self.chosen].catch_up([cache.parts[self.chosen] for cache in caches], policies)
+
     def propose(
         self,
         caches: Sequence[SeveralCaches],

@@ -30,7 +30,7 @@ from .trainer import Chains
 class Recipe(trainer.Recipe):
     """How to train. Defaults made the drafter in this repository."""
 
-    steps: int = 2400
+    steps: int = 1500
     chain: int = 5
     taps: tuple[int, ...] = (1, 15, 28)
     start_layer: int | None = 29
