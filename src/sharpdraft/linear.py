@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from functools import cache
 
@@ -55,7 +54,7 @@ def packed_from(dtype: torch.dtype = torch.float32) -> int:
     for rows in (1, 2):
         x = torch.randn(rows, 1536, generator=rng).to(dtype)
         seconds: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(7):
+        for _ in range(9):
             for blocked, times in seconds.items():
                 began = time.perf_counter()
                 for plain, reordered in zip(weights, packed, strict=True):
@@ -64,7 +63,8 @@ def packed_from(dtype: torch.dtype = torch.float32) -> int:
                     else:
                         F.linear(x, plain)
                 times.append(time.perf_counter() - began)
-        if statistics.median(seconds[True]) < statistics.median(seconds[False]):
+        # The fastest of each: other work on the machine only ever adds.
+        if min(seconds[True]) < min(seconds[False]):
             return rows
     return 3
 
