@@ -1,6 +1,7 @@
 """Does vLLM with the plugin write the built-in target's tokens, and accept what our loop accepts? To 7K of context.
 
-    python benchmarks/vllm_lossless.py [--drafter dflash] [--batch 8] [--tokens 48] [--ranks 1] [--frozen] [--drafts 5]
+    python benchmarks/vllm_lossless.py [--drafter dflash] [--drafts 5] [--frozen | --reference N0] [--batch 8]
+                                       [--tokens 48] [--ranks 1]
 
 Run where vLLM is installed. One engine without speculation, then one with the plugin, answer the same prefixes of the
 recorded sessions, --batch at once, of lengths spread from 300 to 6,900 tokens; with --ranks the second is split over
@@ -36,10 +37,13 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--frozen", action="store_true")
+    parser.add_argument("--reference", type=int, help="N0, instead of the drafter's own")
     options = parser.parse_args()
     drafter = built_in_drafter(SMOLLM2, options.drafter)
     assert drafter is not None
     policy = None if options.frozen else recommended(drafter)[0]
+    if policy is not None and options.reference:
+        policy = policy.with_reference(options.reference)
     asked: Any = FROZEN if policy is None else policy_to_settings(policy)
     texts, count = recordings(), options.batch
     lengths = [300 + round(i * 6600 / max(count - 1, 1)) for i in range(count)]
