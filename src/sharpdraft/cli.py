@@ -438,6 +438,8 @@ def _block_of(directory: Path) -> int:
     from .drafters.checkpoint import read_json
 
     config = read_json(directory)
+    if "num_drafts" in config:
+        return int(config["num_drafts"]) + 1
     return int((config.get("dflash_config") or {}).get("block_size", config.get("block_size", 6)))
 
 

@@ -168,11 +168,18 @@ class Sampler:
 
 
 def draw(weights: Tensor, generator: torch.Generator) -> int:
-    """An index with a probability in proportion to weights [n], from one random number."""
+    """An index with a probability in proportion to weights [n]."""
+    return int(draws(weights[None], generator))
+
+
+def draws(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """One index of each row of weights [rows, n], int64 [rows]: one random number a row, where torch.multinomial draws
+    one for each of the n."""
     sums = weights.double().cumsum(-1)
-    at = torch.rand((), generator=generator, dtype=torch.double).to(sums.device) * sums[-1]
-    last = int(weights.nonzero()[-1])
-    return min(int(torch.searchsorted(sums, at, right=True)), last)
+    at = torch.rand(len(weights), 1, generator=generator, dtype=torch.double).to(sums.device) * sums[:, -1:]
+    # A sum can round to the random number itself: never beyond the last index that has any weight.
+    last = (sums < sums[:, -1:]).sum(-1)
+    return torch.searchsorted(sums, at, right=True)[:, 0].minimum(last)
 
 
 def _require_numbers(values: Tensor) -> None:

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from ..attention import additive, attend, rotate
 from ..drafters.dflash import ARCHITECTURE, DFlash, read_checkpoint, save
-from ..errors import SharpDraftError
 from ..target import Target
 from . import trainer
 from .corpus import Corpus, draw_anchors, labels_behind, robust_scale, sample_features, states_before
 from .modules import MLP, Attention, Norm, start_from
-from .trainer import Chains
+from .trainer import Chains, going_on
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Recipe(trainer.Recipe):
         """The recipe that goes on with a drafter: its shape, fewer steps and a lower rate. Raises SharpDraftError for a
         directory that holds no DFlash checkpoint."""
         config, _ = read_checkpoint(directory)
-        try:
+        with going_on(directory):
             return cls(
                 block=config["block_size"],
                 layers=config["num_hidden_layers"],
@@ -59,10 +58,6 @@ class Recipe(trainer.Recipe):
                 rate=5e-4,
                 warmup=40,
             )
-        except (KeyError, TypeError) as error:
-            raise SharpDraftError(
-                f"{directory / 'config.json'} is not one that training can go on from: {error}"
-            ) from error
 
 
 class TrainableDFlash(nn.Module):

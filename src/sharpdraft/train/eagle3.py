@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from ..attention import additive, attend, rotate
 from ..drafters.checkpoint import read_json, read_tensors
 from ..drafters.eagle3 import Eagle3, save
-from ..errors import SharpDraftError
 from ..target import Target
 from . import trainer
 from .corpus import Corpus, draw_anchors, labels_behind, robust_scale, sample_features, states_before
 from .modules import MLP, Attention, Norm, start_from
-from .trainer import Chains
+from .trainer import Chains, going_on
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Recipe(trainer.Recipe):
         """The recipe that goes on with a drafter: its shape, fewer steps and a lower rate. Raises SharpDraftError for
         a directory that holds no EAGLE 3.1 checkpoint with a draft vocabulary."""
         config = read_json(directory)
-        try:
+        with going_on(directory):
             if not (config["fc_norm"] and config["norm_output"]):
                 raise KeyError("fc_norm and norm_output, without which it is no EAGLE 3.1")
             return cls(
@@ -62,10 +61,6 @@ class Recipe(trainer.Recipe):
                 rate=5e-4,
                 warmup=40,
             )
-        except (KeyError, TypeError) as error:
-            raise SharpDraftError(
-                f"{directory / 'config.json'} is not one that training can go on from: {error}"
-            ) from error
 
 
 class TrainableEagle3(nn.Module):

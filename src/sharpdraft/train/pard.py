@@ -19,12 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..attention import additive
 from ..drafters.checkpoint import read_json, read_tensors
-from ..errors import SharpDraftError
 from ..models import quiet_transformers
 from ..target import Target
 from . import trainer
 from .corpus import Corpus, draw_anchors, labels_behind, states_before
-from .trainer import Chains
+from .trainer import Chains, going_on
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Recipe(trainer.Recipe):
         """The recipe that goes on with a drafter: its shape, fewer steps and a lower rate, masks from the start. Raises
         SharpDraftError for a directory that holds no PARD checkpoint."""
         config = read_json(directory)
-        try:
+        with going_on(directory):
             return cls(
                 start_layers=tuple(range(config["num_hidden_layers"])),
                 mask_token=config["pard_token"],
@@ -65,10 +64,6 @@ class Recipe(trainer.Recipe):
                 rate=5e-4,
                 warmup=40,
             )
-        except (KeyError, TypeError) as error:
-            raise SharpDraftError(
-                f"{directory / 'config.json'} is not one that training can go on from: {error}"
-            ) from error
 
 
 def cut(target: Target, layers: Sequence[int]) -> Any:

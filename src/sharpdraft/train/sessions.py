@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..decode.sampling import draws
 from ..errors import SharpDraftError
 from ..target import Target
 
@@ -116,18 +117,10 @@ def write_wave(
         choice = logits[:, 0].argmax(-1).cpu()
         sample = torch.tensor([row for row in range(count) if left[row] > 0], dtype=torch.long)
         if len(sample):
-            choice[sample] = _sampled(logits[sample, 0].cpu(), generator)
+            choice[sample] = draws(logits[sample, 0].cpu().double().softmax(-1), generator)
         chosen = choice.tolist()
         on_step(step)
     return wave
-
-
-def _sampled(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """One token of each row of logits [rows, vocab]: one random number a row, where torch.multinomial draws one a
-    token of the vocabulary."""
-    sums = logits.double().softmax(-1).cumsum(-1)
-    drawn = torch.rand(len(logits), 1, generator=generator, dtype=torch.double) * sums[:, -1:]
-    return torch.searchsorted(sums, drawn, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
 
 
 def _loops(answer: list[int]) -> bool:

@@ -55,6 +55,17 @@ class Recipe:
         raise NotImplementedError
 
 
+@contextmanager
+def going_on(directory: Path) -> Iterator[None]:
+    """What a recipe looks for in a drafter's config.json and does not find is one SharpDraftError."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise SharpDraftError(
+            f"{directory / 'config.json'} is not one that training can go on from: {error}"
+        ) from error
+
+
 @dataclass
 class Chains:
     """hidden, final [rows, hidden]: drafter's and target's last states where `valid`, in its order; labels int64 and
