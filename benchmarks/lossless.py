@@ -1,10 +1,10 @@
 """Is every drafter lossless, scaled or not, at every context length, in a batch? Many tokens, compared with AR's.
 
-    python benchmarks/lossless.py [--drafters dflash,eagle3,pard] [--places 14] [--tokens 96] [--reference 512]
+    python benchmarks/lossless.py [--drafters dflash,eagle3,pard] [--places 14] [--tokens 160] [--rows FILE.jsonl]
 
 At --places context lengths of each recorded session the next tokens are written by the target alone and then by every
-drafter, as released and scaled; all sessions share each pass. A difference is printed with the gap between the target's
-two logits.
+drafter, as released and scaled; all sessions share each pass. A difference is noted with the gap between the target's
+two logits. With --rows a run that was broken off goes on behind the last place in the file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from pathlib import Path
+from typing import Any
 
 from rich.progress import track
 
@@ -28,9 +30,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--drafters", default="dflash,eagle3,pard")
     parser.add_argument("--places", type=int, default=14)
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--reference", type=int, default=512)
     parser.add_argument("--sessions", type=int, default=8)
+    parser.add_argument("--rows", type=Path)
     options = parser.parse_args()
     target, _ = load_target(SMOLLM2, device="cpu")
     drafters = {}
@@ -49,54 +52,57 @@ def main() -> None:
     sessions = [Session(target, several) for _ in texts]
     last = min(len(text.tokens) for text in texts)
     lengths = [300 + round(i * (last - 300) / max(options.places - 1, 1)) for i in range(options.places)]
-    written: dict[str, int] = {arm.name: 0 for arm in arms}
-    accepted: dict[str, list[int]] = {arm.name: [] for arm in arms}
-    differences = []
+    rows = [json.loads(line) for line in options.rows.open()] if options.rows and options.rows.exists() else []
+    known_places = {row["context"] for row in rows}
     began = time.perf_counter()
-    for length in track(lengths, description="places"):
+    for length in track([each for each in lengths if each not in known_places], description="places"):
         prefixes = [list(text.tokens[:length]) for text in texts]
         several.chosen = None
         for session, prefix in zip(sessions, prefixes, strict=True):
             session.drafting = True
-            known = len(session.tokens)
-            session.read(prefix[known:])
+            session.read(prefix[len(session.tokens) :])
+        row: dict[str, Any] = {"context": length, "tokens": {}, "rounds": {}, "accepted": {}, "differences": []}
         base: list[list[int]] = []
         for arm in arms:
             for session in sessions:
                 session.rewind(length)
                 arm.set(session, several)
             ends = length + options.tokens
+            accepted: list[int] = []
             while running := [s for s in sessions if len(s.tokens) < ends]:
                 rounds = round_together(running, [ends - len(s.tokens) for s in running], [()] * len(running))
-                accepted[arm.name] += [done.accepted for done in rounds if done.drafted]
+                accepted += [done.accepted for done in rounds if done.drafted]
             answers = [session.tokens[length:] for session in sessions]
-            written[arm.name] += sum(map(len, answers))
+            row["tokens"][arm.name] = sum(map(len, answers))
+            row["rounds"][arm.name], row["accepted"][arm.name] = len(accepted), sum(accepted)
             base = base or answers
             for text, prefix, one, other in zip(texts, prefixes, base, answers, strict=True):
                 if one != other:
                     at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
-                    alone = Session(target)
-                    logits = alone.read([*prefix, *one[:at]])[0, -1]
+                    logits = Session(target).read([*prefix, *one[:at]])[0, -1]
                     gap = float(logits[one[at]] - logits[other[at]])
-                    found = {"arm": arm.name, "session": text.name, "context": length, "token": at, "gap": gap}
-                    differences.append(found)
-                    print(json.dumps(found), flush=True)
+                    row["differences"].append({"arm": arm.name, "session": text.name, "token": at, "gap": gap})
         several.chosen = None
         for session in sessions:
             session.rewind(length)
-    drafting = {name: round(1 + sum(own) / len(own), 3) for name, own in accepted.items() if own}
-    print(
-        json.dumps(
-            {
-                "machine": machine(),
-                "contexts": lengths,
-                "tokens": written,
-                "differences": len(differences),
-                "mal": drafting,
-                "seconds": round(time.perf_counter() - began),
-            }
-        )
-    )
+        rows.append(row)
+        if options.rows:
+            with options.rows.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def total(key: str) -> dict[str, int]:
+        return {arm.name: sum(row[key][arm.name] for row in rows) for arm in arms}
+
+    rounds_of, accepted_of = total("rounds"), total("accepted")
+    summary = {
+        "machine": machine(),
+        "contexts": sorted(row["context"] for row in rows),
+        "tokens": total("tokens"),
+        "differences": [found | {"context": row["context"]} for row in rows for found in row["differences"]],
+        "mal": {name: round(1 + accepted_of[name] / count, 3) for name, count in rounds_of.items() if count},
+        "seconds": round(time.perf_counter() - began),
+    }
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":
