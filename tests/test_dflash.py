@@ -30,10 +30,10 @@ from conftest import (
     propose,
 )
 from sharpdraft import attention
-from sharpdraft.attention import Rotary, attend, causal_mask
+from sharpdraft.attention import LayerKind, Rotary, additive, attend, rotate
 from sharpdraft.decode.cache import KVCache
 from sharpdraft.decode.loop import Session
-from sharpdraft.drafters.dflash import DFlash, LayerKind, save
+from sharpdraft.drafters.dflash import DFlash, save
 from sharpdraft.errors import SharpDraftError
 from sharpdraft.linear import Linear
 from sharpdraft.scale import Constant, FixedSlope, Policy
@@ -295,7 +295,9 @@ def test_probe_measures_the_top_mass(llama: Tiny) -> None:
     normed = F.rms_norm(llama.target.embedding[ids], (32,), tensors["layers.0.input_layernorm.weight"], 1e-6)
     query = (normed @ tensors["layers.0.self_attn.q_proj.weight"].T).view(BLOCK, 6, 8).transpose(0, 1)
     query = 1.5 * F.rms_norm(query, (8,), tensors["layers.0.self_attn.q_norm.weight"], 1e-6)
-    query = drafter.rotary(query[None], 100)[0]
+    query = rotate(
+        query, drafter.rotary.cos[100 : 100 + query.shape[-2]], drafter.rotary.sin[100 : 100 + query.shape[-2]]
+    )
     keys = cache.keys[0, 0, :, : 100 + BLOCK].repeat_interleave(2, 0)
     share = (query @ keys.transpose(1, 2) / 8**0.5).softmax(-1)
     top = share.sort(-1, descending=True).values[..., :32].sum(-1)
@@ -511,7 +513,7 @@ def test_attend(batch: int, heads: tuple[int, int], rows: int, past: int, as_boo
     query = torch.randn(batch, heads[0], rows, 8)
     keys, values = torch.randn(2, batch, heads[1], past + rows, 8)
     visible = torch.tensor([[key <= past + row for key in range(past + rows)] for row in range(rows)])
-    mask = visible if as_bool else causal_mask(past, rows, torch.float32, torch.device("cpu"))
+    mask = visible if as_bool else additive(visible, torch.float32)
     scores = query @ keys.repeat_interleave(heads[0] // heads[1], 1).transpose(2, 3) / 8**0.5
     shares = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     mixed = shares @ values.repeat_interleave(heads[0] // heads[1], 1)
@@ -536,7 +538,7 @@ def test_attention_in_chunks_is_attention(
     query = torch.randn(1, heads[0], rows, 8)
     keys, values = torch.randn(2, 1, heads[1], past + rows, 8)
     visible = torch.ones(rows, past + rows, dtype=torch.bool).tril(past)
-    masks = {"none": None, "bool": visible, "additive": causal_mask(past, rows, torch.float32, torch.device("cpu"))}
+    masks = {"none": None, "bool": visible, "additive": additive(visible, torch.float32)}
     mask = masks[kind]
     calls: list[int] = []
     real = attention._attend_in_chunks
@@ -594,7 +596,8 @@ def test_rotary_is_transformers(tiny: Tiny) -> None:
     for start in (0, 1, 43):
         cos, sin = module(x, torch.arange(start, start + 7)[None])
         expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
-        torch.testing.assert_close(rotary(x, start), expected, rtol=1e-5, atol=1e-6)
+        found = rotate(x, rotary.cos[start : start + 7], rotary.sin[start : start + 7])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_drafter_follows_its_targets_dtype(tmp_path: Path) -> None:

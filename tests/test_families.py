@@ -395,7 +395,9 @@ def test_drafters_side_by_side_draft_what_they_draft_alone(
                 for kind in kinds:
                     mine, theirs = one[place][kind], all_[place][f"{name}:{kind}"]
                     assert mine["rounds"] == theirs["rounds"]
-                    assert mine.get("mass") == theirs.get("mass")
+                    # Rounds of other lengths wrote the Keys, in another order of additions.
+                    for own, other in zip(mine.get("mass", []), theirs.get("mass", []), strict=True):
+                        assert own == pytest.approx(other, abs=1e-5)
             different.add(json.dumps(one["arms"]["frozen"]["rounds"]))
     assert len(different) > len(together), "the drafters must draft differently for this to say anything"
     cells = json.loads(run("bench", *options, *arms, "--drafter", ",".join(map(str, three.values())), "--out",

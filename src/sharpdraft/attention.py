@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import kernels
+from .cardinality import block_keys, causal_keys
 from .decode.cache import KVCache
 from .errors import SharpDraftError
+from .scale import Policy, scale_queries
 
 
 class Rotary:
@@ -30,19 +35,54 @@ class Rotary:
         self.cos = cos[0].float().to(device)
         self.sin = (sin[0].float() * sign).to(device)
 
-    def __call__(self, x: Tensor, start: int) -> Tensor:
-        """Rotate x [batch, heads, rows, head_dim], whose row i stands at position start + i."""
-        end = start + x.shape[2]
-        return rotate(x, self.cos[start:end], self.sin[start:end])
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a new row sees of the Keys before it and of the rows it comes with."""
+
+    causal: bool
+    window: int | None = None
+
+    def count(self, context: int, rows: int) -> Tensor:
+        """Visible Keys of each row, int64 [rows]. A window reaches as far ahead as behind, as z-lab's does."""
+        keys = (causal_keys if self.causal else block_keys)(context, rows, self.window)[0]
+        if not self.causal and self.window is not None and rows > self.window:
+            ahead = torch.arange(rows - 1, -1, -1)
+            keys = keys - (ahead - (self.window - 1)).clamp(min=0)
+        return keys
+
+    def mask(self, context: int, rows: int, device: torch.device) -> Tensor | None:
+        """Visible Keys, bool [rows, context + rows]; None where every row sees them all."""
+        if (self.window is None or context + rows <= self.window) and (rows == 1 or not self.causal):
+            return None
+        at = torch.arange(context, context + rows, device=device)[:, None]
+        key = torch.arange(context + rows, device=device)[None]
+        visible = key <= at if self.causal else torch.ones_like(key <= at)
+        if self.window is not None:
+            visible &= (at - key < self.window) & (key - at < self.window)
+        return visible
+
+
+CAUSAL = LayerKind(causal=True)
+
+# Shown the Query, Keys and mask of a single request.
+Probe = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
 class Segments:
     """New rows of one or several requests as one flat pass, [1, rows] in all, and attention that keeps them apart: each
     request's rows stand behind its own cache. (One request may also be a batch of rows at the same positions.)"""
 
-    def __init__(self, caches: Sequence[KVCache], starts: Sequence[int], counts: Sequence[int], rotary: Rotary) -> None:
+    def __init__(
+        self,
+        caches: Sequence[KVCache],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        rotary: Rotary,
+        kind: LayerKind = CAUSAL,
+    ) -> None:
         """starts: position of each request's first row. Raises SharpDraftError where a cache has no room for them."""
-        self.caches, self.starts, self.counts = list(caches), list(starts), list(counts)
+        self.caches, self.starts, self.counts, self.kind = list(caches), list(starts), list(counts), kind
         for cache, start, count in zip(caches, starts, counts, strict=True):
             if start + count > cache.capacity:
                 raise SharpDraftError(f"context full: {start} + {count} tokens do not fit into {cache.capacity}")
@@ -52,30 +92,74 @@ class Segments:
             spans = zip(starts, counts, strict=True)
             at = torch.cat([torch.arange(start, start + count) for start, count in spans]).to(rotary.cos.device)
         self.cos, self.sin = rotary.cos[at], rotary.sin[at]
+        few = max(counts) <= _FEW_ROWS
+        self._requests = kernels.requests(caches, starts, counts) if few else None
+
+    def gains(self, policies: Sequence[Policy | None]) -> Tensor | None:
+        """The gain of every row, float32 [rows], from the Keys that each sees under its request's policy; None where
+        nothing is scaled."""
+        if all(policy is None for policy in policies):
+            return None
+        counted = zip(policies, self.starts, self.counts, strict=True)
+        gains = [
+            torch.zeros(count) if policy is None else policy.gain(self.kind.count(start, count))
+            for policy, start, count in counted
+        ]
+        return torch.cat(gains).to(self.cos.device)
+
+    @cached_property
+    def _masks(self) -> list[Tensor | None]:
+        """Additive masks, for attention in PyTorch operations."""
+        cache = self.caches[0].keys
+        spans = zip(self.starts, self.counts, strict=True)
+        masks = [self.kind.mask(start, count, cache.device) for start, count in spans]
+        return [None if mask is None else additive(mask, cache.dtype) for mask in masks]
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate x [1, heads, rows, head_dim] to the rows' positions."""
         return rotate(x, self.cos, self.sin)
 
-    def attend(
+    def attention(
         self,
         layer: int,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        masks: Sequence[Tensor | None],
-        probe: Callable[[Tensor, Tensor, Tensor | None], None] | None = None,
+        qkv: Tensor,
+        heads: int,
+        kv_heads: int,
         *,
-        windowed: bool = False,
+        norms: tuple[Tensor, Tensor, float] | None = None,
+        gain: Tensor | None = None,
+        probe: Probe | None = None,
     ) -> Tensor:
-        """Write the rows' Keys and Values into their caches and attend. query [1, heads, rows, head_dim]; masks: each
-        request's, as in `attend`; probe: shown each request's Query, Keys and mask; windowed: whether masks hide Keys
-        that were cached before. Returns [1, rows, heads * dim]."""
+        """Everything between the projections: norm Queries and Keys, scale the Queries, rotate both, write Keys and
+        Values into the caches, and attend.
+
+        qkv [batch, rows, (heads + 2 * kv_heads) * head_dim], which may be overwritten; norms: weights of the Query and
+        Key norms [head_dim] and their epsilon; gain [rows], as `gains` makes it.
+        Returns [batch, rows, heads * head_dim].
+        """
+        batch, rows = qkv.shape[:2]
+        if self._requests is not None and probe is None:
+            turns = (self.cos, self.sin) if batch == 1 else (self.cos.repeat(batch, 1), self.sin.repeat(batch, 1))
+            gain = gain if gain is None or batch == 1 else gain.repeat(batch)
+            kind = self.kind
+            return kernels.attend(
+                self._requests, layer, qkv.float(), heads, kv_heads, norms, gain, turns, kind.causal, kind.window
+            )
+        each = qkv.view(batch, rows, heads + 2 * kv_heads, -1).transpose(1, 2)
+        query, keys, values = each.split((heads, kv_heads, kv_heads), dim=1)
+        if norms is not None:
+            size, eps = (query.shape[-1],), norms[2]
+            query, keys = F.rms_norm(query, size, norms[0], eps), F.rms_norm(keys, size, norms[1], eps)
+        if gain is not None:
+            query = scale_queries(query, gain[None, None])
+        return self._attend(layer, self.rotate(query), self.rotate(keys), values, probe)
+
+    def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, probe: Probe | None) -> Tensor:
         parts = []
         rows = zip(
             self.caches,
             self.starts,
-            masks,
+            self._masks,
             query.split(self.counts, 2),
             keys.split(self.counts, 2),
             values.split(self.counts, 2),
@@ -85,9 +169,13 @@ class Segments:
             all_keys, all_values = cache.write(layer, start, own_keys, own_values)
             if probe is not None:
                 probe(own_query, all_keys, mask)
-            free = 0 if windowed else start
+            free = 0 if self.kind.window is not None else start
             parts.append(attend(own_query.to(all_keys.dtype), all_keys, all_values, mask, free))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+# Kernels are made for few rows; more are a matrix product like any other.
+_FEW_ROWS = 64
 
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
@@ -108,7 +196,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, fre
     batch, heads, rows, dim = query.shape
     kv_heads, length = keys.shape[1:3]
     group = heads // kv_heads
-    if rows == 1 and batch > 1:
+    if rows == 1 and batch > 1 and mask is None:
         # Many sequences, one row each: memory-bound, and the kernel's own grouping reads Keys once.
         return F.scaled_dot_product_attention(query, keys, values, enable_gqa=group > 1).reshape(batch, 1, heads * dim)
     if group > 1:
@@ -157,11 +245,3 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """A bool mask as what is added to scores: 0 where visible, -inf elsewhere. Attention would make the same of a
     bool mask, but in every layer anew."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-
-
-def causal_mask(past: int, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Additive mask [rows, past + rows] of causal rows behind `past` cached Keys; None where all are visible."""
-    if rows == 1:
-        return None
-    visible = torch.ones((rows, past + rows), dtype=torch.bool, device=device).tril_(past)
-    return additive(visible, dtype)

@@ -9,44 +9,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import kernels
+
 # Up to this many rows oneDNN's blocked layout beats the plain one on CPUs; from how many on is measured.
 _PACKED_UP_TO = 128
 _PACK_FOR = 8
+# More rows than these are compute-bound, which is oneDNN's business.
+_KERNEL_UP_TO = 8
 
 
 class Linear:
-    """`x @ weight.T + bias`, with an extra blocked copy for few rows where a CPU multiplies the weights' dtype fast.
+    """`x @ weight.T + bias`, with what makes it fast for few rows on a CPU: the compiled kernel, and an extra copy of
+    the weights in oneDNN's blocked layout.
 
     weight: [out, in]; bias: [out] or None. Calls take x [..., in] of any floating dtype and return [..., out]
-    in the weight's dtype, in which the product runs.
+    in the weight's dtype, in which the product runs. float32 weights that bfloat16 holds exactly, as most published
+    ones are, are read as such, which is half the memory; the product is the same.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = True) -> None:
         self.weight = weight.detach().contiguous()
         self.bias = None if bias is None else bias.detach()
         self.packed: Tensor | None = None
+        self.narrow: Tensor | None = None
         if pack and weight.device.type == "cpu" and _onednn() and _fast(weight.dtype):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_FOR)
             self.packed_rows = range(packed_from(weight.dtype), _PACKED_UP_TO + 1)
+        if pack and weight.device.type == "cpu" and weight.dtype == torch.float32:
+            narrow = self.weight.bfloat16()
+            self.narrow = narrow if torch.equal(narrow.float(), self.weight) else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is not None and x.numel() // x.shape[-1] in self.packed_rows:
-            return torch.ops.mkldnn._linear_pointwise(x.to(self.weight.dtype), self.packed, self.bias, "none", [], "")
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        x, rows = x.to(self.weight.dtype), x.numel() // x.shape[-1]
+        blocked = self.packed is not None and rows in self.packed_rows
+        if rows <= _KERNEL_UP_TO and (self.narrow is not None or not blocked):
+            weight = self.weight if self.narrow is None else self.narrow
+            if (out := kernels.linear(x, weight, self.bias)) is not None:
+                return out
+        if blocked:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)
 
 
 def gated_mlp(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
     """The feed-forward of Llama's family: gate and up projection are one product."""
-    gate, up = gate_up(x).chunk(2, dim=-1)
-    return down(F.silu(gate) * up)
+    return down(kernels.gated(gate_up(x)))
 
 
 @cache
+@torch.no_grad()  # Kernels do not run where gradients are recorded.
 def packed_from(dtype: torch.dtype = torch.float32) -> int:
-    """Rows from which on the blocked layout is the faster one here, 1 to 3: measured once in a process.
+    """Rows from which on the blocked layout is faster here than the plain one, 1 to 3: measured once in a process.
 
-    One or two rows are a matrix-vector product, which some processors run at memory speed in the plain layout, and
-    others, Zen 3 for one, do not. The weights measured on are larger together than a cache.
+    The weights measured on are larger together than a cache.
     """
     rng = torch.Generator().manual_seed(0)  # The global one is the caller's.
     weights = [torch.randn(1536, 1536, generator=rng).to(dtype) for _ in range(8)]
@@ -60,7 +75,7 @@ def packed_from(dtype: torch.dtype = torch.float32) -> int:
                 for plain, reordered in zip(weights, packed, strict=True):
                     if blocked:
                         torch.ops.mkldnn._linear_pointwise(x, reordered, None, "none", [], "")
-                    else:
+                    elif dtype != torch.float32 or kernels.linear(x, plain, None) is None:
                         F.linear(x, plain)
                 times.append(time.perf_counter() - began)
         # The fastest of each: other work on the machine only ever adds.

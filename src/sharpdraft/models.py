@@ -9,7 +9,6 @@ import hashlib
 import importlib.util
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as transformers_logging
 
 from .errors import SharpDraftError
+from .paths import cache_dir
 from .target import ARCHITECTURES, Target
 
 SMOLLM2 = "smollm2-135m-instruct"
@@ -157,7 +157,7 @@ def smollm2_dir() -> Path:
 
     The cache is $SHARPDRAFT_CACHE, else sharpdraft in $XDG_CACHE_HOME or ~/.cache.
     """
-    cache = _cache()
+    cache = cache_dir()
     directory = cache / SMOLLM2
     if directory.is_dir():
         return directory
@@ -337,7 +337,7 @@ def _completed(stored: Path) -> Path:
     in the cache on first use."""
     files = sorted(path for path in stored.iterdir() if path.suffix in (".json", ".safetensors"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    directory = _cache() / f"{stored.name}-{digest[:12]}"
+    directory = cache_dir() / f"{stored.name}-{digest[:12]}"
     if directory.is_dir():
         return directory
     with safe_open(str(smollm2_dir() / "model.safetensors"), framework="pt") as file:
@@ -348,14 +348,14 @@ def _completed(stored: Path) -> Path:
     else:
         tensors["model.embed_tokens.weight"] = embedding
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{stored.name}-", dir=_cache()) as scratch:
+        with tempfile.TemporaryDirectory(prefix=f".{stored.name}-", dir=cache_dir()) as scratch:
             made = Path(scratch) / stored.name
             shutil.copytree(stored, made)
             save_file(tensors, str(made / "model.safetensors"), {"format": "pt"})
             _moved(made, directory)
     except (OSError, SafetensorError) as error:
         raise SharpDraftError(
-            f"the drafter {stored.name} could not be completed in {_cache()}: {_one_line(error)}; "
+            f"the drafter {stored.name} could not be completed in {cache_dir()}: {_one_line(error)}; "
             "make room there, or set SHARPDRAFT_CACHE to another directory"
         ) from error
     return directory
@@ -376,12 +376,6 @@ def pick_device(name: str | None) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise SharpDraftError(f"there is no device '{name}' here: {_one_line(error)}") from error
-
-
-def _cache() -> Path:
-    if own := os.environ.get("SHARPDRAFT_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sharpdraft"
 
 
 @contextmanager

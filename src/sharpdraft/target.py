@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import Rotary, Segments, causal_mask
+from .attention import Rotary, Segments
 from .decode.cache import KVCache
 from .errors import SharpDraftError
+from .kernels import add_norm
 from .linear import Linear, gated_mlp
 from .mass import attention_mass
-from .scale import scale_queries
+from .scale import Policy
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -116,7 +118,7 @@ class Target:
         *,
         rows: Sequence[int] | None = None,
         logits_from: int | Tensor = 0,
-        gain: Tensor | None = None,
+        policies: Sequence[Policy | None] = (),
         probe: Callable[[int, Tensor], None] | None = None,
     ) -> tuple[Tensor, list[Tensor], Tensor]:
         """Run ids [batch, rows] behind `cache` and append their Keys to it.
@@ -124,9 +126,9 @@ class Target:
         Several requests go in one flat pass: ids [1, all their rows], cache: one for each, rows: how many each has.
 
         taps: ids of layers whose output hidden states are wanted. logits_from: first row whose
-        logits are computed (negative counts from the end, as in slicing), or the indices of those rows. gain [rows],
-        probe: for a draft LM, whose Queries a policy scales; the probe gets the top-k attention mass of the rows with
-        logits, layer by layer, of a single request.
+        logits are computed (negative counts from the end, as in slicing), or the indices of those rows. policies,
+        probe: for a draft LM, whose Queries each request's policy scales; the probe gets the top-k attention mass of
+        the rows with logits, layer by layer, of a single request.
 
         Returns logits [batch, wanted rows, vocab], the tapped hidden states in the order asked
         (each [batch, rows, hidden]) and the final normed ones [batch, wanted rows, hidden].
@@ -136,48 +138,37 @@ class Target:
         counts = [ids.shape[1]] if rows is None else list(rows)
         pasts = [each.length for each in caches]
         segments = Segments(caches, pasts, counts, self.rotary)
+        gain = segments.gains(policies)
         wanted = slice(logits_from, None) if isinstance(logits_from, int) else logits_from
-        spans = zip(pasts, counts, strict=True)
-        masks = [causal_mask(past, count, caches[0].keys.dtype, self.device) for past, count in spans]
         hidden = F.embedding(ids, self.embedding)
+        delta: Tensor | None = None
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            hidden = self._layer(index, layer, hidden, segments, masks, gain, probe, wanted)
-            if index in taps:
-                tapped[index] = hidden
+            hidden, normed = add_norm(hidden, delta, layer.attn_norm, self.eps)
+            if index - 1 in taps:
+                tapped[index - 1] = hidden.clone()
+            norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm, self.eps)
+            shown = None if probe is None else partial(_show, probe, index, wanted)
+            mixed = segments.attention(
+                index, layer.qkv(normed), self.heads, self.kv_heads, norms=norms, gain=gain, probe=shown
+            )
+            hidden, normed = add_norm(hidden, layer.out(mixed), layer.mlp_norm, self.eps)
+            delta = gated_mlp(normed, layer.gate_up, layer.down)
         for each, past, count in zip(caches, pasts, counts, strict=True):
             each.length = past + count
-        final = F.rms_norm(hidden[:, wanted], (self.hidden_size,), self.norm, self.eps)
+        hidden, final = add_norm(hidden, delta, self.norm, self.eps)
+        tapped[self.num_layers - 1] = hidden
+        final = final[:, wanted]
         return self.head(final), [tapped[index] for index in taps], final
 
-    def _layer(
-        self,
-        index: int,
-        layer: _Layer,
-        hidden: Tensor,
-        segments: Segments,
-        masks: Sequence[Tensor | None],
-        gain: Tensor | None,
-        probe: Callable[[int, Tensor], None] | None,
-        probed: slice | Tensor,
-    ) -> Tensor:
-        batch, rows, size = hidden.shape
-        normed = F.rms_norm(hidden, (size,), layer.attn_norm, self.eps)
-        qkv = layer.qkv(normed).view(batch, rows, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
-        query, keys, values = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query = F.rms_norm(query, (self.head_dim,), layer.q_norm, self.eps)
-            keys = F.rms_norm(keys, (self.head_dim,), layer.k_norm, self.eps)
-        if gain is not None:
-            query = scale_queries(query, gain[None, None])
 
-        def shown(query: Tensor, keys: Tensor, mask: Tensor | None) -> None:
-            assert probe is not None
-            seen = None if mask is None else (mask == 0)[probed]
-            probe(index, attention_mass(query[:, :, probed], keys, seen))
-
-        query, keys = segments.rotate(query), segments.rotate(keys)
-        mixed = segments.attend(index, query, keys, values, masks, shown if probe is not None else None)
-        hidden = hidden + layer.out(mixed)
-        normed = F.rms_norm(hidden, (size,), layer.mlp_norm, self.eps)
-        return hidden + gated_mlp(normed, layer.gate_up, layer.down)
+def _show(
+    probe: Callable[[int, Tensor], None],
+    index: int,
+    wanted: slice | Tensor,
+    query: Tensor,
+    keys: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """Show a probe the attention mass of the wanted rows."""
+    probe(index, attention_mass(query[:, :, wanted], keys, None if mask is None else (mask == 0)[wanted]))

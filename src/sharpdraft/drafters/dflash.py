@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3RotaryEmbedding
 
-from ..attention import Rotary, Segments
-from ..cardinality import block_keys, causal_keys
+from ..attention import LayerKind, Rotary, Segments
 from ..decode.cache import KVCache
 from ..errors import SharpDraftError
+from ..kernels import add_norm
 from ..linear import Linear, gated_mlp
 from ..mass import attention_mass
-from ..scale import Policy, scale_queries
+from ..scale import Policy
 from ..target import Target
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
-from .family import MassProbe, Pick, gains
+from .family import MassProbe, Pick
 
 ARCHITECTURE = "DFlashDraftModel"
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """What a row of one drafter layer sees of its block and of the context."""
-
-    causal: bool
-    window: int | None
-
-    def count(self, context: int, rows: int) -> Tensor:
-        """Visible Keys of each row, int64 [rows]. A window reaches as far ahead as behind, as z-lab's does."""
-        keys = (causal_keys if self.causal else block_keys)(context, rows, self.window)[0]
-        if not self.causal and self.window is not None and rows > self.window:
-            ahead = torch.arange(rows - 1, -1, -1)
-            keys = keys - (ahead - (self.window - 1)).clamp(min=0)
-        return keys
-
-    def mask(self, context: int, rows: int, device: torch.device) -> Tensor | None:
-        """Visible Keys, bool [rows, context + rows]; None where every row sees them all."""
-        if not self.causal and (self.window is None or context + rows <= self.window):
-            return None
-        at = torch.arange(context, context + rows, device=device)[:, None]
-        key = torch.arange(context + rows, device=device)[None]
-        visible = key <= at if self.causal else torch.ones_like(key <= at)
-        if self.window is not None:
-            visible &= (at - key < self.window) & (key - at < self.window)
-        return visible
 
 
 @dataclass
@@ -216,55 +190,36 @@ class DFlash:
         """Draft `count` tokens behind each anchor, whose position is its cache's length; see `family.Drafter`."""
         requests, rows, device = len(caches), count + 1, self.target.device
         contexts = [cache.length for cache in caches]
-        segments = Segments(caches, contexts, [rows] * requests, self.rotary)
         ids = torch.full((requests, rows), self.mask_token)
         ids[:, 0] = torch.tensor(anchors)
         hidden = F.embedding(ids.view(1, -1).to(device), self.target.embedding)
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
-        scaled: dict[LayerKind, Tensor | None] = {}
-        masks: dict[LayerKind, list[Tensor | None]] = {}
-        for kind in set(self.kinds):
-            masks[kind] = [kind.mask(context, rows, device) for context in contexts]
-            gain = gains(policies, [kind.count(context, rows) for context in contexts])
-            scaled[kind] = None if gain is None else gain.to(device)
+        counts = [rows] * requests
+        segments = {kind: Segments(caches, contexts, counts, self.rotary, kind) for kind in set(self.kinds)}
+        gains = {kind: own.gains(policies) for kind, own in segments.items()}
+        delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            hidden = self._layer(index, layer, hidden, segments, masks[layer.kind], scaled[layer.kind], probe)
-        drafted = hidden.view(requests, rows, self.hidden_size)[:, 1:]
-        final = F.rms_norm(drafted, (self.hidden_size,), self.norm, self.eps)
-        logits = self.target.head(final)
+            hidden, normed = add_norm(hidden, delta, layer.attn_norm, self.eps)
+            mixed = segments[layer.kind].attention(
+                index,
+                layer.qkv(normed),
+                self.heads,
+                self.kv_heads,
+                norms=(layer.q_norm, layer.k_norm, self.eps),
+                gain=gains[layer.kind],
+                probe=None if probe is None else partial(_show, probe, index),
+            )
+            hidden, normed = add_norm(hidden, layer.out(mixed), layer.mlp_norm, self.eps)
+            delta = gated_mlp(normed, layer.gate_up, layer.down)
+        _, final = add_norm(hidden, delta, self.norm, self.eps)
+        logits = self.target.head(final.view(requests, rows, self.hidden_size)[:, 1:])
         return torch.stack([pick(own, None) for pick, own in zip(picks, logits, strict=True)])
 
-    def _layer(
-        self,
-        index: int,
-        layer: _Layer,
-        hidden: Tensor,
-        segments: Segments,
-        masks: Sequence[Tensor | None],
-        gain: Tensor | None,
-        probe: MassProbe | None,
-    ) -> Tensor:
-        rows, size = hidden.shape[1], self.hidden_size
-        normed = F.rms_norm(hidden, (size,), layer.attn_norm, self.eps)
-        qkv = layer.qkv(normed).view(1, rows, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
-        query, keys, values = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        query = F.rms_norm(query, (self.head_dim,), layer.q_norm, self.eps)
-        keys = F.rms_norm(keys, (self.head_dim,), layer.k_norm, self.eps)
-        if gain is not None:
-            query = scale_queries(query, gain[None, None])
 
-        def shown(query: Tensor, keys: Tensor, mask: Tensor | None) -> None:
-            assert probe is not None
-            # The anchor's row proposes nothing.
-            probe(index, attention_mass(query[:, :, 1:], keys, None if mask is None else mask[1:]))
-
-        query, keys = segments.rotate(query), segments.rotate(keys)
-        windowed = layer.kind.window is not None
-        mixed = segments.attend(index, query, keys, values, masks, None if probe is None else shown, windowed=windowed)
-        hidden = hidden + layer.out(mixed)
-        normed = F.rms_norm(hidden, (size,), layer.mlp_norm, self.eps)
-        return hidden + gated_mlp(normed, layer.gate_up, layer.down)
+def _show(probe: MassProbe, index: int, query: Tensor, keys: Tensor, mask: Tensor | None) -> None:
+    """Show a probe the attention mass of all rows but the anchor's, which proposes nothing."""
+    probe(index, attention_mass(query[:, :, 1:], keys, None if mask is None else mask[1:] == 0))
 
 
 def read_config(directory: Path) -> dict[str, Any]:

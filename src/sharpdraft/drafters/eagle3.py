@@ -22,15 +22,15 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
 from ..attention import Rotary, Segments
-from ..cardinality import causal_keys
 from ..decode.cache import KVCache
 from ..errors import SharpDraftError
+from ..kernels import add_norm
 from ..linear import Linear, gated_mlp
 from ..mass import attention_mass
-from ..scale import Policy, scale_queries
+from ..scale import Policy
 from ..target import Target
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
-from .family import MassProbe, Pick, gains
+from .family import MassProbe, Pick
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
 _DRAFTS = 5  # By default: what a chain's later tokens add does not pay for the passes they take.
@@ -263,8 +263,7 @@ class Eagle3:
         for step in range(count):
             starts = [cache.length - 1 + step for cache in caches]
             segments = Segments(caches, starts, [1] * len(caches), self.rotary)
-            gain = gains(policies, [causal_keys(start, 1)[0] for start in starts])
-            normed, states = self._step(segments, states, tokens, gain, probe)
+            normed, states = self._step(segments, states, tokens, segments.gains(policies), probe)
             logits = self.head(normed)[0].split(1)
             tokens = torch.cat([pick(own, self.token_of) for pick, own in zip(picks, logits, strict=True)])[None]
             drafts.append(tokens[0])
@@ -275,20 +274,17 @@ class Eagle3:
     ) -> tuple[Tensor, Tensor]:
         """One row a request: the normed outputs [1, requests, hidden], and the states they hand on."""
         size = (self.hidden_size,)
-        query, keys, values = self._qkv(self._row(states, tokens), segments)
-        if gain is not None:
-            query = scale_queries(query, gain.to(query.device)[None, None])
 
         def shown(query: Tensor, keys: Tensor, mask: Tensor | None) -> None:
             assert probe is not None
             probe(0, attention_mass(query, keys, mask))
 
-        none_masked = [None] * len(segments.counts)
-        mixed = segments.attend(0, query, keys, values, none_masked, None if probe is None else shown)
-        residual = F.rms_norm(states, size, self.state_norm, self.eps) if self.norm_before_residual else states
-        hidden = residual + self.out(mixed)
-        hidden = hidden + gated_mlp(F.rms_norm(hidden, size, self.mlp_norm, self.eps), self.gate_up, self.down)
-        normed = F.rms_norm(hidden, size, self.norm, self.eps)
+        qkv = self.qkv(self._row(states, tokens))
+        mixed = segments.attention(0, qkv, self.heads, self.kv_heads, gain=gain, probe=None if probe is None else shown)
+        # A copy, as the sum may be made in its place and the states are also a request's own.
+        residual = F.rms_norm(states, size, self.state_norm, self.eps) if self.norm_before_residual else states.clone()
+        hidden, normed = add_norm(residual, self.out(mixed), self.mlp_norm, self.eps)
+        hidden, normed = add_norm(hidden, gated_mlp(normed, self.gate_up, self.down), self.norm, self.eps)
         return normed, normed if self.norm_output else hidden
 
     def _row(self, states: Tensor, tokens: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from ..scale import Policy
@@ -78,12 +77,3 @@ class Drafter(Protocol[Cache]):
         by one along a chain. probe: called with the top-k attention mass of the proposal rows of a single request.
         """
         ...
-
-
-def gains(policies: Sequence[Policy | None], counts: Sequence[Tensor]) -> Tensor | None:
-    """The gain of every row of several requests, float32 [rows], from the Keys that each sees (each request's int64
-    [rows]); None where nothing is scaled."""
-    if all(policy is None for policy in policies):
-        return None
-    pairs = zip(policies, counts, strict=True)
-    return torch.cat([torch.zeros(len(seen)) if policy is None else policy.gain(seen) for policy, seen in pairs])

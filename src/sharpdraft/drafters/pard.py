@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cardinality import causal_keys
 from ..decode.cache import KVCache
 from ..errors import SharpDraftError
 from ..scale import Policy
 from ..target import Target
 from .checkpoint import other_target, read_json
-from .family import MassProbe, Pick, gains
+from .family import MassProbe, Pick
 
 _DRAFTS = 7  # Where the config does not say how many it was trained for (`num_drafts`, which is ours).
 _LONGEST = 32
@@ -149,7 +148,6 @@ class Pard:
     ) -> Tensor:
         """Logits [requests, wanted, vocab] of each request's last rows."""
         counts = [len(block) for block in blocks]
-        gain = gains(policies, [causal_keys(k.length, count)[0] for k, count in zip(keys, counts, strict=True)])
         ends = torch.tensor(counts).cumsum(0)
         rows = (ends[:, None] - torch.arange(wanted, 0, -1)).flatten()
         device = self.model.device
@@ -158,7 +156,7 @@ class Pard:
             keys,
             rows=counts,
             logits_from=rows.to(device),
-            gain=None if gain is None else gain.to(device),
+            policies=policies,
             probe=probe,
         )
         return logits.view(len(blocks), wanted, -1)[..., : self.vocab_size]

@@ -23,6 +23,7 @@ from ..decode.sampling import GREEDY, Sampling
 from ..drafters.dflash import DFlash
 from ..drafters.family import Drafter
 from ..errors import SharpDraftError
+from ..kernels import library
 from ..scale import Constant, FixedSlope, Policy
 from .several import Several
 from .tasks import Recording, Task
@@ -168,6 +169,7 @@ def machine() -> dict[str, Any]:
     return {
         "device": device,
         "threads": torch.get_num_threads(),
+        "kernels": library(8) is not None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

@@ -1,0 +1,460 @@
+// Attention and products of few rows, and the small steps around them, at the speed at which a CPU reads memory.
+//
+// Decoding multiplies every cached Key with a handful of Queries, so it could run at the speed of memory, and general
+// kernels reach a third of that. Here the Keys of all requests and heads are cut into equal parts for the threads, and
+// a part's Keys are read once for all Queries of their group. Vectors are GCC's and clang's own, so that one source
+// serves every instruction set; it is compiled for the machine at hand.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+// LANES is 16 or 8 floats; a head is a whole number of them.
+constexpr int W = LANES;
+#if LANES == 16
+constexpr int ACCUMULATORS = 24;
+#define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#else
+constexpr int ACCUMULATORS = 12;
+#define LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#endif
+#define UNROLL _Pragma("GCC unroll 64")
+
+typedef float Vec __attribute__((vector_size(W * 4), aligned(4)));
+typedef int32_t Int __attribute__((vector_size(W * 4), aligned(4)));
+typedef uint16_t Half __attribute__((vector_size(W * 2), aligned(2)));
+
+constexpr int BLOCK = 64;                // Keys that stay in the first-level cache while all Queries pass
+constexpr int TILE = ACCUMULATORS / 4;   // Queries at once
+constexpr float HIDDEN = -1e30f;         // a hidden Key's score: finite, so that a part of hidden Keys alone is no NaN
+
+inline Vec load(const float *at) { return *reinterpret_cast<const Vec *>(at); }
+inline Vec load(const uint16_t *at) {  // bfloat16 is the upper half of a float
+    return (Vec)(__builtin_convertvector(*reinterpret_cast<const Half *>(at), Int) << 16);
+}
+inline void store(float *at, Vec value) { *reinterpret_cast<Vec *>(at) = value; }
+inline Vec all(float value) { return Vec{} + value; }
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+// Lanes folded onto each other by halves.
+template <typename F> inline float fold(Vec value, F both) {
+#if LANES == 16
+    value = both(value, __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    value = both(value, __builtin_shufflevector(value, value, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3));
+    value = both(value, __builtin_shufflevector(value, value, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1));
+#else
+    value = both(value, __builtin_shufflevector(value, value, 4, 5, 6, 7, 0, 1, 2, 3));
+    value = both(value, __builtin_shufflevector(value, value, 2, 3, 0, 1, 2, 3, 0, 1));
+#endif
+    Vec one = both(value, Vec{} + value[1]);
+    return one[0];
+}
+
+inline float sum(Vec value) { return fold(value, [](Vec a, Vec b) { return a + b; }); }
+inline float highest(Vec value) { return fold(value, larger); }
+
+// e^x for x <= 0 to about one unit in the last place: 2^n e^r with |r| <= ln2 / 2 (Cephes' polynomial).
+inline Vec exponential(Vec low) {
+    Vec x = larger(low, all(-87.0f));
+    const Vec magic = all(12582912.0f);  // adding it rounds to an integer
+    Vec shifted = x * 1.44269504088896341f + magic;
+    Vec n = shifted - magic;
+    Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    Int power = (__builtin_convertvector(n, Int) + 127) << 23;
+    return low < -87.0f ? Vec{} : p * (Vec)power;
+}
+
+// W rows of W floats, rows becoming columns: W.log2() rounds of interleaving halves.
+inline void transpose(const float *from, int64_t rows, int64_t stride, float *to, int64_t to_stride) {
+    Vec a[W], b[W];
+    UNROLL for (int i = 0; i < W; i++) a[i] = i < rows ? load(from + i * stride) : Vec{};
+    UNROLL for (int round = 1; round < W; round *= 2) {
+        UNROLL for (int i = 0; i < W / 2; i++) {
+            b[2 * i] = __builtin_shufflevector(a[i], a[i + W / 2], LOW);
+            b[2 * i + 1] = __builtin_shufflevector(a[i], a[i + W / 2], HIGH);
+        }
+        UNROLL for (int i = 0; i < W; i++) a[i] = b[i];
+    }
+    UNROLL for (int i = 0; i < W; i++) store(to + i * to_stride, a[i]);
+}
+
+}  // namespace
+
+extern "C" struct Request {
+    float *keys, *values;  // first layer, first head: [layers, ..., kv_heads, capacity, dim]
+    int64_t layer_stride, head_stride;
+    int64_t start, count;  // position of its first new row, and how many there are
+};
+
+namespace {
+
+// What a row sees: with `causal` no later Key, with a window (0 is none) none that is `window` away or more.
+struct Sight {
+    bool causal;
+    int64_t window;
+
+    int64_t from(int64_t at) const { return window ? std::max<int64_t>(0, at - window + 1) : 0; }
+    int64_t to(int64_t at, int64_t length) const {
+        if (causal) return at + 1;
+        return window ? std::min(length, at + window) : length;
+    }
+};
+
+// Root mean square norm over one head, in place.
+void norm(float *x, const float *weight, float eps, int64_t dim) {
+    Vec squares{};
+    for (int64_t i = 0; i < dim; i += W) squares += load(x + i) * load(x + i);
+    float scale = 1 / std::sqrt(sum(squares) / dim + eps);
+    for (int64_t i = 0; i < dim; i += W) store(x + i, load(x + i) * scale * load(weight + i));
+}
+
+// x turned to its position; the first half of `sine` carries its sign.
+void rotate(const float *x, const float *cosine, const float *sine, float *out, int64_t dim, float scale) {
+    int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        out[i] = (x[i] * cosine[i] + x[i + half] * sine[i]) * scale;
+        out[i + half] = (x[i + half] * cosine[i + half] + x[i] * sine[i + half]) * scale;
+    }
+}
+
+// The Keys of one head, and those parts of them whose results make up the whole.
+struct Group {
+    int64_t request, head, first_part, last_part;
+};
+
+// Some Keys for the Queries of one group. Its result: of each Query the highest score, then of each the sum of
+// exponentials, then of each the mixed Values.
+struct Part {
+    int64_t request, head, from, to, result;
+};
+
+template <int Q, int COLUMNS>
+inline void scores(const float *query, const float *turned, int64_t dim, float *out) {
+    for (int column = 0; column < BLOCK; column += COLUMNS * W) {
+        Vec acc[Q][COLUMNS];
+        UNROLL for (int q = 0; q < Q; q++) UNROLL for (int c = 0; c < COLUMNS; c++) acc[q][c] = Vec{};
+        for (int64_t d = 0; d < dim; d++) {
+            Vec key[COLUMNS];
+            UNROLL for (int c = 0; c < COLUMNS; c++) key[c] = load(turned + d * BLOCK + column + c * W);
+            UNROLL for (int q = 0; q < Q; q++) {
+                Vec own = all(query[q * dim + d]);
+                UNROLL for (int c = 0; c < COLUMNS; c++) acc[q][c] += own * key[c];
+            }
+        }
+        UNROLL for (int q = 0; q < Q; q++) UNROLL for (int c = 0; c < COLUMNS; c++)
+            store(out + q * BLOCK + column + c * W, acc[q][c]);
+    }
+}
+
+template <int Q, int COLUMNS>
+inline void mix(const float *weights, const float *values, int64_t keys, int64_t dim, const float *shrink, float *out) {
+    for (int64_t column = 0; column < dim; column += COLUMNS * W) {
+        Vec acc[Q][COLUMNS];
+        UNROLL for (int q = 0; q < Q; q++) UNROLL for (int c = 0; c < COLUMNS; c++)
+            acc[q][c] = load(out + q * dim + column + c * W) * shrink[q];
+        for (int64_t k = 0; k < keys; k++) {
+            Vec value[COLUMNS];
+            UNROLL for (int c = 0; c < COLUMNS; c++) value[c] = load(values + k * dim + column + c * W);
+            UNROLL for (int q = 0; q < Q; q++) {
+                Vec own = all(weights[q * BLOCK + k]);
+                UNROLL for (int c = 0; c < COLUMNS; c++) acc[q][c] += own * value[c];
+            }
+        }
+        UNROLL for (int q = 0; q < Q; q++) UNROLL for (int c = 0; c < COLUMNS; c++)
+            store(out + q * dim + column + c * W, acc[q][c]);
+    }
+}
+
+// Up to TILE Queries, whose rows start at `row` of the group, and one block of Keys.
+template <int Q>
+void attend_block(const Request &request, Sight sight, const float *query, const float *turned, const float *values,
+                  int64_t first, int64_t keys, int64_t row, int64_t dim, float *top, float *total, float *out) {
+    alignas(64) float score[Q * BLOCK], shrink[W] = {};
+    scores<Q, ACCUMULATORS / TILE>(query, turned, dim, score);
+    int64_t length = request.start + request.count;
+    for (int q = 0; q < Q; q++) {
+        float *own = score + q * BLOCK;
+        int64_t at = request.start + (row + q) % request.count;
+        int64_t from = std::clamp<int64_t>(sight.from(at) - first, 0, BLOCK);
+        int64_t to = std::clamp<int64_t>(sight.to(at, length) - first, from, BLOCK);
+        std::fill(own, own + from, HIDDEN);
+        std::fill(own + to, own + BLOCK, HIDDEN);
+        Vec high = load(own);
+        for (int i = W; i < BLOCK; i += W) high = larger(high, load(own + i));
+        float now = std::max(top[q], highest(high));
+        shrink[q] = top[q] - now;
+        top[q] = now;
+    }
+    store(shrink, exponential(load(shrink)));
+    for (int q = 0; q < Q; q++) {
+        float *own = score + q * BLOCK;
+        Vec sums{};
+        for (int i = 0; i < BLOCK; i += W) {
+            Vec weight = exponential(load(own + i) - top[q]);
+            store(own + i, weight);
+            sums += weight;
+        }
+        // A part that has seen hidden Keys alone counts for nothing, here and where the parts are put together.
+        total[q] = total[q] * shrink[q] + (top[q] == HIDDEN ? 0.0f : sum(sums));
+    }
+    int64_t vectors = dim / W;
+    if (vectors % 4 == 0) mix<Q, 4>(score, values, keys, dim, shrink, out);
+    else if (vectors % 3 == 0) mix<Q, 3>(score, values, keys, dim, shrink, out);
+    else if (vectors % 2 == 0) mix<Q, 2>(score, values, keys, dim, shrink, out);
+    else mix<Q, 1>(score, values, keys, dim, shrink, out);
+}
+
+void attend_part(const Request &request, const Part &part, int64_t layer, Sight sight, const float *queries,
+                 int64_t rows, int64_t dim, std::vector<float> &turned, float *top, float *total, float *out) {
+    turned.resize(dim * BLOCK);
+    int64_t offset = layer * request.layer_stride + part.head * request.head_stride;
+    std::fill(top, top + rows, HIDDEN);
+    std::fill(total, total + rows, 0.0f);
+    std::fill(out, out + rows * dim, 0.0f);
+    for (int64_t first = part.from; first < part.to; first += BLOCK) {
+        int64_t keys = std::min<int64_t>(BLOCK, part.to - first);
+        const float *key = request.keys + offset + first * dim, *value = request.values + offset + first * dim;
+        for (int k = 0; k < BLOCK; k += W)
+            for (int64_t d = 0; d < dim; d += W)
+                transpose(key + k * dim + d, keys - k, dim, turned.data() + d * BLOCK + k, BLOCK);
+        for (int64_t row = 0; row < rows;) {
+            int64_t left = rows - row, take = std::min<int64_t>(left, TILE);
+#define CASE(N)                                                                                                  \
+    case N:                                                                                                      \
+        attend_block<N>(request, sight, queries + row * dim, turned.data(), value, first, keys, row, dim, top + row, \
+                        total + row, out + row * dim);                                                           \
+        break;
+            switch (take) {
+                CASE(1) CASE(2) CASE(3)
+#if LANES == 16
+                CASE(4) CASE(5) CASE(6)
+#endif
+            }
+#undef CASE
+            row += take;
+        }
+    }
+}
+
+}  // namespace
+
+// Norm, scale and rotate the Queries and Keys of new rows, write their Keys and Values into the caches, and attend.
+//
+// qkv [rows, heads + 2 kv_heads, dim]: rows of all requests one behind the other; it is overwritten. q_norm, k_norm
+// [dim] and gain [rows]: null for none. cosine, sine [rows, dim]. mixed [rows, heads, dim].
+extern "C" void sharpdraft_attend(int64_t count, const Request *requests, int64_t layer, float *qkv, int64_t heads,
+                                  int64_t kv_heads, int64_t dim, const float *q_norm, const float *k_norm, float eps,
+                                  const float *gain, const float *cosine, const float *sine, int causal, int64_t window,
+                                  float *mixed) {
+    const Sight sight{causal != 0, window};
+    static thread_local std::vector<float> queries, results;
+    static thread_local std::vector<Part> parts;
+    static thread_local std::vector<Group> groups;
+    static thread_local std::vector<int64_t> first_row;
+    int64_t group = heads / kv_heads, all_heads = heads + 2 * kv_heads, keys = 0, rows = 0;
+    first_row.clear();
+    for (int64_t i = 0; i < count; i++) {
+        first_row.push_back(rows);
+        rows += requests[i].count;
+        keys += (requests[i].start + requests[i].count) * kv_heads;
+    }
+#ifdef _OPENMP
+    int64_t threads = omp_get_max_threads();
+#else
+    int64_t threads = 1;
+#endif
+    // Several parts a thread, so that none waits long for the last; each a whole number of blocks.
+    int64_t size = std::max<int64_t>(2 * BLOCK, (keys / (8 * threads) + BLOCK - 1) / BLOCK * BLOCK);
+    parts.clear();
+    groups.clear();
+    int64_t place = 0;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t length = requests[i].start + requests[i].count;
+        int64_t begin = sight.from(requests[i].start) / BLOCK * BLOCK;
+        for (int64_t head = 0; head < kv_heads; head++) {
+            int64_t first = static_cast<int64_t>(parts.size());
+            for (int64_t from = begin; from < length; from += size) {
+                parts.push_back({i, head, from, std::min(length, from + size), place});
+                place += group * requests[i].count * (dim + 2);
+            }
+            groups.push_back({i, head, first, static_cast<int64_t>(parts.size())});
+        }
+    }
+    queries.resize(rows * heads * dim);
+    results.resize(place);
+    float scale = 1 / std::sqrt(static_cast<float>(dim));
+    float *query_data = queries.data(), *result_data = results.data();
+    const Part *part_data = parts.data();
+    const Group *group_data = groups.data();
+    const int64_t *rows_data = first_row.data();
+    const int64_t part_count = static_cast<int64_t>(parts.size()), group_count = static_cast<int64_t>(groups.size());
+#pragma omp parallel
+    {
+        std::vector<float> turned;
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) {
+            int64_t i = std::upper_bound(rows_data, rows_data + count, row) - rows_data - 1;
+            const Request &request = requests[i];
+            int64_t line = row - rows_data[i], at = layer * request.layer_stride + (request.start + line) * dim;
+            const float *turn = cosine + row * dim, *sines = sine + row * dim;
+            for (int64_t head = 0; head < all_heads; head++) {
+                float *own = qkv + (row * all_heads + head) * dim;
+                if (head < heads) {
+                    if (q_norm) norm(own, q_norm, eps, dim);
+                    if (gain)
+                        for (int64_t d = 0; d < dim; d++) own[d] += gain[row] * own[d];
+                    // A group's Queries lie together: [requests][kv_heads][group][count][dim].
+                    int64_t to = rows_data[i] * heads + (head / group * group + head % group) * request.count + line;
+                    rotate(own, turn, sines, query_data + to * dim, dim, scale);
+                } else if (head < heads + kv_heads) {
+                    if (k_norm) norm(own, k_norm, eps, dim);
+                    rotate(own, turn, sines, request.keys + at + (head - heads) * request.head_stride, dim, 1);
+                } else {
+                    std::copy(own, own + dim, request.values + at + (head - heads - kv_heads) * request.head_stride);
+                }
+            }
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t p = 0; p < part_count; p++) {
+            const Part &part = part_data[p];
+            const Request &request = requests[part.request];
+            int64_t own = group * request.count;
+            const float *query = query_data + (rows_data[part.request] * heads + part.head * own) * dim;
+            float *result = result_data + part.result;
+            attend_part(request, part, layer, sight, query, own, dim, turned, result, result + own, result + 2 * own);
+        }
+        // Every part weighs as much as its softmax would have had in the whole.
+#pragma omp for schedule(static)
+        for (int64_t g = 0; g < group_count; g++) {
+            const Group &whole = group_data[g];
+            const Request &request = requests[whole.request];
+            int64_t own = group * request.count;
+            for (int64_t q = 0; q < own; q++) {
+                float top = HIDDEN, total = 0;
+                for (int64_t p = whole.first_part; p < whole.last_part; p++)
+                    top = std::max(top, result_data[part_data[p].result + q]);
+                int64_t row = rows_data[whole.request] + q % request.count;
+                int64_t head = whole.head * group + q / request.count;
+                float *out = mixed + (row * heads + head) * dim;
+                std::fill(out, out + dim, 0.0f);
+                for (int64_t p = whole.first_part; p < whole.last_part; p++) {
+                    const float *result = result_data + part_data[p].result;
+                    float weight = std::exp(result[q] - top);
+                    total += weight * result[own + q];
+                    const float *values = result + 2 * own + q * dim;
+                    for (int64_t d = 0; d < dim; d += W) store(out + d, load(out + d) + load(values + d) * weight);
+                }
+                for (int64_t d = 0; d < dim; d += W) store(out + d, load(out + d) / total);
+            }
+        }
+    }
+}
+
+namespace {
+
+// ROWS rows of x by OUTS rows of weight, all of `in` values.
+template <int ROWS, int OUTS, typename T>
+inline void product(const float *x, const T *weight, int64_t in, const float *bias, float *out, int64_t outs) {
+    Vec acc[ROWS][OUTS];
+    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int o = 0; o < OUTS; o++) acc[r][o] = Vec{};
+    for (int64_t i = 0; i < in; i += W) {
+        Vec w[OUTS];
+        UNROLL for (int o = 0; o < OUTS; o++) w[o] = load(weight + o * in + i);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            Vec own = load(x + r * in + i);
+            UNROLL for (int o = 0; o < OUTS; o++) acc[r][o] += own * w[o];
+        }
+    }
+    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int o = 0; o < OUTS; o++)
+        out[r * outs + o] = sum(acc[r][o]) + (bias ? bias[o] : 0.0f);
+}
+
+template <int ROWS, typename T>
+void products(const float *x, const T *weight, int64_t in, int64_t from, int64_t to, const float *bias, float *out,
+              int64_t outs) {
+    constexpr int OUTS = std::min(4, ACCUMULATORS / ROWS);
+    int64_t o = from;
+    for (; o + OUTS <= to; o += OUTS)
+        product<ROWS, OUTS>(x, weight + o * in, in, bias ? bias + o : nullptr, out + o, outs);
+    for (; o < to; o++) product<ROWS, 1>(x, weight + o * in, in, bias ? bias + o : nullptr, out + o, outs);
+}
+
+template <typename T>
+void linear(const float *x, const T *weight, const float *bias, int64_t rows, int64_t in, int64_t outs, float *out) {
+    constexpr int64_t SHARE = 32;  // rows of weight that stay in cache while all rows of x pass
+#pragma omp parallel for schedule(static)
+    for (int64_t from = 0; from < outs; from += SHARE)
+        for (int64_t row = 0; row < rows;) {
+            int64_t take = std::min<int64_t>(rows - row, 8), to = std::min(outs, from + SHARE);
+#define CASE(N)                                                                               \
+    case N:                                                                                   \
+        products<N>(x + row * in, weight, in, from, to, bias, out + row * outs, outs); \
+        break;
+            switch (take) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+#undef CASE
+            row += take;
+        }
+}
+
+}  // namespace
+
+// x [rows, in] by weight [outs, in], float32 or bfloat16, and bias (null for none) -> out [rows, outs]; in float32.
+extern "C" void sharpdraft_linear(const float *x, const void *weight, int narrow, const float *bias, int64_t rows,
+                                  int64_t in, int64_t outs, float *out) {
+    if (narrow) linear(x, static_cast<const uint16_t *>(weight), bias, rows, in, outs, out);
+    else linear(x, static_cast<const float *>(weight), bias, rows, in, outs, out);
+}
+
+// hidden += delta (null for none), and normed = its root mean square norm; all [rows, size].
+extern "C" void sharpdraft_add_norm(float *hidden, const float *delta, const float *weight, float eps, int64_t rows,
+                                    int64_t size, float *normed) {
+#pragma omp parallel for schedule(static) if (rows > 16)
+    for (int64_t row = 0; row < rows; row++) {
+        float *own = hidden + row * size, *out = normed + row * size;
+        const float *added = delta ? delta + row * size : nullptr;
+        Vec squares{};
+        int64_t i = 0;
+        float rest = 0;
+        for (; i + W <= size; i += W) {
+            Vec x = load(own + i);
+            if (added) store(own + i, x += load(added + i));
+            squares += x * x;
+        }
+        for (; i < size; i++) {
+            if (added) own[i] += added[i];
+            rest += own[i] * own[i];
+        }
+        float scale = 1 / std::sqrt((sum(squares) + rest) / size + eps);
+        for (i = 0; i < size; i++) out[i] = own[i] * scale * weight[i];
+    }
+}
+
+// silu(gate) * up for gate_up [rows, 2 size] -> out [rows, size].
+extern "C" void sharpdraft_gated(const float *gate_up, int64_t rows, int64_t size, float *out) {
+#pragma omp parallel for schedule(static) if (rows > 16)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *gate = gate_up + 2 * row * size, *up = gate + size;
+        float *own = out + row * size;
+        int64_t i = 0;
+        for (; i + W <= size; i += W) {
+            Vec x = load(gate + i), small = exponential(x > 0 ? -x : x);
+            store(own + i, x * (x > 0 ? 1 / (1 + small) : small / (1 + small)) * load(up + i));
+        }
+        for (; i < size; i++) own[i] = gate[i] / (1 + std::exp(-gate[i])) * up[i];
+    }
+}

@@ -1,0 +1,232 @@
+"""The compiled kernels against the PyTorch operations that they stand for, and life without them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
+
+from conftest import Tiny
+from sharpdraft import Session, attention, kernels
+from sharpdraft.attention import CAUSAL, LayerKind, Rotary, Segments
+from sharpdraft.decode.cache import KVCache
+from sharpdraft.kernels import add_norm, gated, library, linear
+from sharpdraft.linear import Linear
+
+compiled = pytest.mark.skipif(library(8) is None, reason="no C++ compiler here")
+CAPACITY = 400
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "library", lambda lanes: None)
+
+
+def filled(kv_heads: int, dim: int, length: int, seed: int, batch: int = 1) -> KVCache:
+    """A cache of two layers whose Keys behind `length` are NaN: whoever reads them is found out."""
+    own = KVCache(2, kv_heads, dim, CAPACITY, batch=batch)
+    rng = torch.Generator().manual_seed(seed)
+    for tensor in (own.keys, own.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=rng))
+        tensor[..., length:, :] = torch.nan
+    own.length = length
+    return own
+
+
+@compiled
+@pytest.mark.parametrize("width", [8, 16])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 1), (9, 3)]),
+    vectors=st.integers(1, 9),
+    spans=st.lists(st.tuples(st.integers(0, 330), st.integers(1, 17)), min_size=1, max_size=4),
+    batch=st.integers(1, 3),
+    kind=st.builds(LayerKind, st.booleans(), st.sampled_from([None, 1, 2, 7, 64, 65, 130])),
+    scaled=st.booleans(),
+    normed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_attention_is_pytorchs(
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+    heads: tuple[int, int],
+    vectors: int,
+    spans: list[tuple[int, int]],
+    batch: int,
+    kind: LayerKind,
+    scaled: bool,
+    normed: bool,
+    seed: int,
+) -> None:
+    """Any number of requests at any length, seeing what their kind of layer sees; and what is cached."""
+    assume(width == 8 or torch.backends.cpu.get_cpu_capability() == "AVX512")
+    batch = batch if len(spans) == 1 else 1
+    ours, theirs = both_ways(monkeypatch, width, heads, width * vectors, spans, batch, kind, scaled, normed, seed)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, equal_nan=True)
+    assert not ours[0].isnan().any()
+
+
+def both_ways(
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+    heads: tuple[int, int],
+    dim: int,
+    spans: list[tuple[int, int]],
+    batch: int = 1,
+    kind: LayerKind = CAUSAL,
+    scaled: bool = False,
+    normed: bool = False,
+    seed: int = 0,
+) -> list[list[Tensor]]:
+    """Attention's result and the caches afterwards, by the kernel of `width` lanes and by PyTorch."""
+    rng = torch.Generator().manual_seed(seed)
+    rotary = Rotary(LlamaRotaryEmbedding(LlamaConfig(hidden_size=dim, num_attention_heads=1, head_dim=dim)), CAPACITY)
+    rows = sum(count for _, count in spans)
+    qkv = torch.randn(batch, rows, (heads[0] + 2 * heads[1]) * dim, generator=rng) * 2
+    gain = torch.rand(rows, generator=rng) if scaled else None
+    norms = (torch.rand(dim, generator=rng), torch.rand(dim, generator=rng), 1e-5) if normed else None
+    found = []
+    for lanes in (width, 0):
+        caches = [filled(heads[1], dim, start, seed + i, batch) for i, (start, _) in enumerate(spans)]
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "lanes", lambda size, lanes=lanes: lanes)
+            segments = Segments(caches, [s for s, _ in spans], [c for _, c in spans], rotary, kind)
+            assert (segments._requests is not None) == bool(lanes)
+            mixed = segments.attention(1, qkv.clone(), *heads, norms=norms, gain=gain)
+        found.append([mixed, *(t for cache in caches for t in (cache.keys, cache.values))])
+    return found
+
+
+@compiled
+@pytest.mark.parametrize("off", [1, -1])
+def test_a_row_that_sees_another_key_is_noticed(monkeypatch: pytest.MonkeyPatch, off: int) -> None:
+    """What the test above would say if a position were off by one."""
+    right = kernels.requests
+
+    def wrong(caches: Any, starts: Any, counts: Any) -> Any:
+        found = right(caches, starts, counts)
+        for each in found or ():
+            each.start += off
+        return found
+
+    monkeypatch.setattr(kernels, "requests", wrong)
+    ours, theirs = both_ways(monkeypatch, 8, (4, 2), 16, [(100, 3)])
+    assert not torch.allclose(ours[0], theirs[0], rtol=1e-3, atol=1e-4)
+
+
+@compiled
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 4), min_size=0, max_size=1),
+    st.integers(1, 19),
+    st.integers(1, 40),
+    st.integers(1, 70),
+    st.booleans(),
+    st.booleans(),
+)
+def test_linear(lead: list[int], rows: int, vectors: int, outs: int, narrow: bool, biased: bool) -> None:
+    torch.manual_seed(rows + vectors + outs)
+    x, weight = torch.randn(*lead, rows, 8 * vectors), torch.randn(outs, 8 * vectors)
+    weight = weight.bfloat16() if narrow else weight
+    bias = torch.randn(outs) if biased else None
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    found = linear(x, weight, bias)
+    assert found is not None
+    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
+
+
+@compiled
+def test_weights_that_bfloat16_holds_are_read_as_such_and_others_are_not() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(48, 32)
+    exact, inexact = Linear(weight.bfloat16().float()), Linear(weight)
+    assert exact.narrow is not None and inexact.narrow is None
+    for rows in (1, 5, 8, 9, 200):
+        x = torch.randn(rows, 32)
+        for layer in (exact, inexact):
+            torch.testing.assert_close(layer(x), (x.double() @ layer.weight.double().T).float(), rtol=1e-4, atol=1e-4)
+
+
+@compiled
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 70), st.booleans(), st.sampled_from([1e-6, 1.0, 30.0, 1e4]))
+def test_add_norm_and_gated(rows: int, size: int, added: bool, scale: float) -> None:
+    torch.manual_seed(rows + size)
+    hidden, weight = torch.randn(1, rows, size) * scale, torch.randn(size)
+    delta = torch.randn(1, rows, size) * scale if added else None
+    total = hidden if delta is None else hidden + delta
+    expected = F.rms_norm(total.double(), (size,), weight.double(), 1e-5).float()
+    summed, normed = add_norm(hidden.clone(), delta, weight, 1e-5)
+    torch.testing.assert_close(summed, total)
+    torch.testing.assert_close(normed, expected, rtol=1e-4, atol=1e-6)
+    both = torch.randn(1, rows, 2 * size) * scale
+    gate, up = both.double().chunk(2, -1)
+    torch.testing.assert_close(gated(both), (F.silu(gate) * up).float(), rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_are_left_to_pytorch() -> None:
+    """Training runs the same functions."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x, weight = torch.randn(2, 16, requires_grad=True), torch.ones(16)
+        assert linear(x, torch.randn(8, 16), None) is None
+        hidden, normed = add_norm(x, x, weight, 1e-5)
+        (hidden.sum() + normed.sum() + gated(x).sum()).backward()
+        assert x.grad is not None
+
+
+def test_the_same_is_written_without_kernels(tiny: Tiny, without_kernels: None) -> None:
+    target = type(tiny.target)(tiny.model)
+    session = Session(target)
+    assert [t for r in session.generate(tiny.text[:25], 60) for t in r.tokens] == tiny.text[25:85]
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "a compiler that fails"])
+def test_a_machine_that_cannot_build_them_says_so_and_goes_on(
+    fault: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = tmp_path / "cxx"
+    bad.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho sorry, no >&2; exit 1\n')
+    bad.chmod(0o755)
+    monkeypatch.setenv("CXX", str(bad) if fault == "a compiler that fails" else str(tmp_path / "absent"))
+    monkeypatch.setenv("SHARPDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kernels, "library", library.__wrapped__)
+    with caplog.at_level(logging.WARNING):
+        session = Session(tiny.target)
+        assert [t for r in session.generate(tiny.text[:25], 5) for t in r.tokens] == tiny.text[25:30]
+    assert ("no C++ compiler" if fault == "no compiler" else "sorry, no") in caplog.text
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+@compiled
+def test_they_are_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARPDRAFT_CACHE", str(tmp_path))
+    assert library.__wrapped__(8) is not None
+    (built,) = tmp_path.rglob("*.so")
+    made = built.stat().st_mtime_ns
+    assert library.__wrapped__(8) is not None
+    assert [path.stat().st_mtime_ns for path in tmp_path.rglob("*.so")] == [made]
+
+
+@compiled
+def test_many_rows_are_left_to_pytorch(llama: Tiny) -> None:
+    few, many = (
+        Segments([llama.target.new_cache(200)], [0], [count], llama.target.rotary)
+        for count in (attention._FEW_ROWS, attention._FEW_ROWS + 1)
+    )
+    assert few._requests is not None and many._requests is None
