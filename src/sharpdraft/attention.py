@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,11 +44,12 @@ class LayerKind:
     causal: bool
     window: int | None = None
 
-    def count(self, context: int, rows: int) -> Tensor:
-        """Visible Keys of each row, int64 [rows]. A window reaches as far ahead as behind, as z-lab's does."""
+    def count(self, context: int | Tensor, rows: int) -> Tensor:
+        """Visible Keys of each row, int64 [rows]; context: Keys before the first, a number or int64 [1]. A window
+        reaches as far ahead as behind, as z-lab's does."""
         keys = (causal_keys if self.causal else block_keys)(context, rows, self.window)[0]
         if not self.causal and self.window is not None and rows > self.window:
-            ahead = torch.arange(rows - 1, -1, -1)
+            ahead = torch.arange(rows - 1, -1, -1, device=keys.device)
             keys = keys - (ahead - (self.window - 1)).clamp(min=0)
         return keys
 
@@ -55,11 +57,15 @@ class LayerKind:
         """Visible Keys, bool [rows, context + rows]; None where every row sees them all."""
         if (self.window is None or context + rows <= self.window) and (rows == 1 or not self.causal):
             return None
-        at = torch.arange(context, context + rows, device=device)[:, None]
-        key = torch.arange(context + rows, device=device)[None]
-        visible = key <= at if self.causal else torch.ones_like(key <= at)
+        return self.sees(torch.arange(context, context + rows, device=device), context + rows)
+
+    def sees(self, at: Tensor, keys: int) -> Tensor:
+        """Which of the Keys at 0 to `keys` - 1 rows at positions `at` [rows] see: bool [rows, keys]. Rows that are not
+        causal see all of each other and nothing behind."""
+        key, own = torch.arange(keys, device=at.device)[None], at[:, None]
+        visible = key <= (own if self.causal else own[-1:].expand_as(own))
         if self.window is not None:
-            visible &= (at - key < self.window) & (key - at < self.window)
+            visible = visible & (own - key < self.window) & (key - own < self.window)
         return visible
 
 
@@ -69,7 +75,55 @@ CAUSAL = LayerKind(causal=True)
 Probe = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
-class Segments:
+class Rows(ABC):
+    """New rows of a pass, where they stand, and what they see."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @abstractmethod
+    def gains(self, policies: Sequence[Policy | None]) -> Tensor | None:
+        """The gain of every row, float32 [rows], from the Keys that each sees under its request's policy; None where
+        nothing is scaled."""
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate x [1, heads, rows, head_dim] to the rows' positions."""
+        return rotate(x, self.cos, self.sin)
+
+    def attention(
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: int,
+        kv_heads: int,
+        *,
+        norms: tuple[Tensor, Tensor, float] | None = None,
+        gain: Tensor | None = None,
+        probe: Probe | None = None,
+    ) -> Tensor:
+        """Everything between the projections: norm Queries and Keys, scale the Queries, rotate both, write Keys and
+        Values into the caches, and attend.
+
+        qkv [batch, rows, (heads + 2 * kv_heads) * head_dim], which may be overwritten; norms: weights of the Query and
+        Key norms [head_dim] and their epsilon; gain [rows], as `gains` makes it.
+        Returns [batch, rows, heads * head_dim].
+        """
+        batch, rows = qkv.shape[:2]
+        each = qkv.view(batch, rows, heads + 2 * kv_heads, -1).transpose(1, 2)
+        query, keys, values = each.split((heads, kv_heads, kv_heads), dim=1)
+        if norms is not None:
+            size, eps = (query.shape[-1],), norms[2]
+            query, keys = F.rms_norm(query, size, norms[0], eps), F.rms_norm(keys, size, norms[1], eps)
+        if gain is not None:
+            query = scale_queries(query, gain[None, None])
+        return self._attend(layer, self.rotate(query), self.rotate(keys), values, probe)
+
+    @abstractmethod
+    def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, probe: Probe | None) -> Tensor:
+        """Write rotated Keys and Values [batch, kv_heads, rows, head_dim] into the caches, and attend."""
+
+
+class Segments(Rows):
     """New rows of one or several requests as one flat pass, [1, rows] in all, and attention that keeps them apart: each
     request's rows stand behind its own cache. (One request may also be a batch of rows at the same positions.)"""
 
@@ -96,8 +150,6 @@ class Segments:
         self._requests = kernels.requests(caches, starts, counts) if few else None
 
     def gains(self, policies: Sequence[Policy | None]) -> Tensor | None:
-        """The gain of every row, float32 [rows], from the Keys that each sees under its request's policy; None where
-        nothing is scaled."""
         if all(policy is None for policy in policies):
             return None
         counted = zip(policies, self.starts, self.counts, strict=True)
@@ -115,10 +167,6 @@ class Segments:
         masks = [self.kind.mask(start, count, cache.device) for start, count in spans]
         return [None if mask is None else additive(mask, cache.dtype) for mask in masks]
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotate x [1, heads, rows, head_dim] to the rows' positions."""
-        return rotate(x, self.cos, self.sin)
-
     def attention(
         self,
         layer: int,
@@ -130,29 +178,14 @@ class Segments:
         gain: Tensor | None = None,
         probe: Probe | None = None,
     ) -> Tensor:
-        """Everything between the projections: norm Queries and Keys, scale the Queries, rotate both, write Keys and
-        Values into the caches, and attend.
-
-        qkv [batch, rows, (heads + 2 * kv_heads) * head_dim], which may be overwritten; norms: weights of the Query and
-        Key norms [head_dim] and their epsilon; gain [rows], as `gains` makes it.
-        Returns [batch, rows, heads * head_dim].
-        """
-        batch, rows = qkv.shape[:2]
-        if self._requests is not None and probe is None:
-            turns = (self.cos, self.sin) if batch == 1 else (self.cos.repeat(batch, 1), self.sin.repeat(batch, 1))
-            gain = gain if gain is None or batch == 1 else gain.repeat(batch)
-            kind = self.kind
-            return kernels.attend(
-                self._requests, layer, qkv.float(), heads, kv_heads, norms, gain, turns, kind.causal, kind.window
-            )
-        each = qkv.view(batch, rows, heads + 2 * kv_heads, -1).transpose(1, 2)
-        query, keys, values = each.split((heads, kv_heads, kv_heads), dim=1)
-        if norms is not None:
-            size, eps = (query.shape[-1],), norms[2]
-            query, keys = F.rms_norm(query, size, norms[0], eps), F.rms_norm(keys, size, norms[1], eps)
-        if gain is not None:
-            query = scale_queries(query, gain[None, None])
-        return self._attend(layer, self.rotate(query), self.rotate(keys), values, probe)
+        if self._requests is None or probe is not None:
+            return super().attention(layer, qkv, heads, kv_heads, norms=norms, gain=gain, probe=probe)
+        batch, kind = len(qkv), self.kind
+        turns = (self.cos, self.sin) if batch == 1 else (self.cos.repeat(batch, 1), self.sin.repeat(batch, 1))
+        gain = gain if gain is None or batch == 1 else gain.repeat(batch)
+        return kernels.attend(
+            self._requests, layer, qkv.float(), heads, kv_heads, norms, gain, turns, kind.causal, kind.window
+        )
 
     def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, probe: Probe | None) -> Tensor:
         parts = []
@@ -174,6 +207,47 @@ class Segments:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
+class FixedRows(Rows):
+    """A fixed number of rows of one request at a position that only the device knows, over a fixed number of Keys of
+    which a mask hides those behind: the same operations on the same memory at every length, as a CUDA graph needs them.
+    """
+
+    def __init__(
+        self, cache: KVCache, start: Tensor, rows: int, keys: int, rotary: Rotary, kind: LayerKind = CAUSAL
+    ) -> None:
+        """start: position of the first row, int64 [1]; keys: how many to attend over, at least up to the last row."""
+        self.cache, self.start, self.rows, self.kind = cache, start, rows, kind
+        self.keys = min(keys, cache.capacity)
+        self.at = start + torch.arange(rows, device=start.device)
+        self.cos, self.sin = rotary.cos[self.at], rotary.sin[self.at]
+
+    def gains(self, policies: Sequence[Policy | None]) -> Tensor | None:
+        (policy,) = policies or (None,)
+        return None if policy is None else policy.gain(self.kind.count(self.start, self.rows))
+
+    @cached_property
+    def _hidden(self) -> Tensor:
+        return ~self.kind.sees(self.at, self.keys)
+
+    def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, probe: Probe | None) -> Tensor:
+        all_keys, all_values = (
+            whole[layer].index_copy_(2, self.at, new.to(whole.dtype))[0, :, : self.keys]
+            for whole, new in ((self.cache.keys, keys), (self.cache.values, values))
+        )
+        heads, rows, dim = query.shape[1:]
+        kv_heads = len(all_keys)
+        group = heads // kv_heads
+        query = query[0].reshape(kv_heads, group * rows, dim).to(all_keys.dtype)
+        scores = (query @ all_keys.transpose(1, 2)).float() / math.sqrt(dim)
+        shares = scores.masked_fill(self._hidden.repeat(group, 1), -torch.inf).softmax(-1).to(all_values.dtype)
+        # Few heads would leave most of a GPU idle: the Keys are mixed in chunks, which are then added up.
+        chunk = _CHUNK if self.keys % _CHUNK == 0 else self.keys
+        mixed = shares.unflatten(-1, (-1, chunk)).transpose(1, 2) @ all_values.unflatten(1, (-1, chunk))
+        return mixed.float().sum(1).view(heads, rows, dim).transpose(0, 1).reshape(1, rows, -1).to(query.dtype)
+
+
+# Keys that one thread block of a GPU mixes.
+_CHUNK = 256
 # Kernels are made for few rows; more are a matrix product like any other.
 _FEW_ROWS = 64
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import Rotary, Segments
+from .attention import Rotary, Rows, Segments
 from .decode.cache import KVCache
 from .errors import SharpDraftError
 from .kernels import add_norm
@@ -138,8 +138,24 @@ class Target:
         counts = [ids.shape[1]] if rows is None else list(rows)
         pasts = [each.length for each in caches]
         segments = Segments(caches, pasts, counts, self.rotary)
-        gain = segments.gains(policies)
         wanted = slice(logits_from, None) if isinstance(logits_from, int) else logits_from
+        found = self.run(ids, segments, taps, wanted=wanted, policies=policies, probe=probe)
+        for each, past, count in zip(caches, pasts, counts, strict=True):
+            each.length = past + count
+        return found
+
+    def run(
+        self,
+        ids: Tensor,
+        where: Rows,
+        taps: Sequence[int] = (),
+        *,
+        wanted: slice | Tensor = slice(None),
+        policies: Sequence[Policy | None] = (),
+        probe: Callable[[int, Tensor], None] | None = None,
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """The passes of `forward` wherever their rows stand; how many Keys a cache holds is the caller's to count."""
+        gain = where.gains(policies)
         hidden = F.embedding(ids, self.embedding)
         delta: Tensor | None = None
         tapped: dict[int, Tensor] = {}
@@ -149,13 +165,11 @@ class Target:
                 tapped[index - 1] = hidden.clone()
             norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm, self.eps)
             shown = None if probe is None else partial(_show, probe, index, wanted)
-            mixed = segments.attention(
+            mixed = where.attention(
                 index, layer.qkv(normed), self.heads, self.kv_heads, norms=norms, gain=gain, probe=shown
             )
             hidden, normed = add_norm(hidden, layer.out(mixed), layer.mlp_norm, self.eps)
             delta = gated_mlp(normed, layer.gate_up, layer.down)
-        for each, past, count in zip(caches, pasts, counts, strict=True):
-            each.length = past + count
         hidden, final = add_norm(hidden, delta, self.norm, self.eps)
         tapped[self.num_layers - 1] = hidden
         final = final[:, wanted]

@@ -41,6 +41,11 @@ class KVCache:
         layer_values[:, :, start:end] = values
         return layer_keys[:, :, :end], layer_values[:, :, :end]
 
+    def blank(self) -> None:
+        """Make numbers of the memory behind the valid Keys, which nobody wrote: for who reads and then hides it."""
+        for memory in (self.keys, self.values):
+            memory[..., self.length :, :].zero_()
+
     @contextmanager
     def borrowed(self, start: int, rows: int) -> Iterator[None]:
         """Stand at `start` for a while, free to write `rows` rows from there; all is as before afterwards."""

@@ -18,7 +18,8 @@ from ..drafters.family import Drafter, MassProbe, likeliest
 from ..errors import SharpDraftError
 from ..scale import Policy
 from ..target import Target
-from .sampling import GREEDY, Sampler, Sampling
+from .fixed import FixedRounds, Stopwatch
+from .sampling import GREEDY, Sampler, Sampling, broken_logits
 
 _PREFILL_ROWS = 512
 
@@ -83,6 +84,8 @@ class Session:
         self.sampler = Sampler(self.sampling)
         self.prefill_seconds = 0.0
         self.finish = ""
+        # A GPU is slower to be told what to do than to do it.
+        self.fixed = FixedRounds(self) if self.target.device.type == "cuda" else None
 
     @property
     def room(self) -> int:
@@ -135,16 +138,18 @@ class Session:
 
     def prefill(self, prompt: Sequence[int]) -> int:
         """Read a prompt and write the first token of its answer."""
-        began = self._clock()
+        began = time.perf_counter()
         self.sampler = Sampler(self.sampling)
         logits = self.read(prompt)[0]
         (first,) = self.sampler.verify(logits, self.tokens, ())
         self.tokens.append(first)
-        self.prefill_seconds = self._clock() - began
+        self.prefill_seconds = time.perf_counter() - began
         return first
 
     def round(self, limit: int, stop: Collection[int] = (), probe: MassProbe | None = None) -> Round:
         """Draft, verify and accept once, writing at most `limit` tokens and none behind a stop token."""
+        if self.fixed is not None and probe is None and self.fixed.fits(limit):
+            return self.fixed.round(stop)
         return round_together([self], [limit], [stop], probe)[0]
 
     def generate(
@@ -180,11 +185,6 @@ class Session:
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([tokens], dtype=torch.long, device=self.target.device)
 
-    def _clock(self) -> float:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
 
 def round_together(
     sessions: Sequence[Session],
@@ -202,37 +202,49 @@ def round_together(
         start = len(session.tokens) - 1
         if session.cache.length < start or (session.drafting and drafter and session.drafts.length < start):
             session._feed(start)
-    began = sessions[0]._clock()
+    began = time.perf_counter()
+    clock = Stopwatch(target.device)
     # draft: the block's tail may be shorter where little is left to write
     drafting = [s for s in sessions if s.drafting and drafter is not None]
-    proposed: dict[int, list[int]] = {id(session): [] for session in sessions}
-    counts = {id(s): min(s.size, limit) - 1 for s, limit in zip(sessions, limits, strict=True)}
-    for count in sorted({counts[id(s)] for s in drafting} - {0}):
+    counts = [
+        min(s.size, limit) - 1 if s.drafting and drafter else 0 for s, limit in zip(sessions, limits, strict=True)
+    ]
+    proposed: dict[int, Tensor] = {}
+    for count in sorted(set(counts) - {0}):
         assert drafter is not None
-        group = [s for s in drafting if counts[id(s)] == count]
+        group = [i for i, own in enumerate(counts) if own == count]
         drafts = drafter.propose(
-            [s.drafts for s in group],
-            [s.tokens[-1] for s in group],
+            [sessions[i].drafts for i in group],
+            [sessions[i].tokens[-1] for i in group],
             count,
-            [s.policy for s in group],
-            [s.sampler.drafts(s.tokens, target.vocab_size) for s in group],
+            [sessions[i].policy for i in group],
+            [sessions[i].sampler.drafts(sessions[i].tokens, target.vocab_size) for i in group],
             probe,
         )
-        proposed |= {id(s): own for s, own in zip(group, drafts.tolist(), strict=True)}
-    drafted = sessions[0]._clock()
+        proposed |= dict(zip(group, drafts, strict=True))
+    clock.mark()
     # verify: a session's row i says which token follows its block's first i + 1
-    blocks = [[s.tokens[-1], *proposed[id(s)]] for s in sessions]
-    rows = [len(block) for block in blocks]
-    ids = torch.tensor([[token for block in blocks for token in block]], device=target.device)
+    anchors = torch.tensor([[s.tokens[-1]] for s in sessions], device=target.device)
+    ids = torch.cat(
+        [part for i, anchor in enumerate(anchors) for part in (anchor, proposed.get(i)) if part is not None]
+    )
+    rows = [1 + count for count in counts]
     taps = sessions[0].taps if drafting else ()
-    logits, features, _ = target.forward(ids, [s.cache for s in sessions], taps, rows=rows)
+    logits, features, _ = target.forward(ids[None], [s.cache for s in sessions], taps, rows=rows)
+    values, best = logits[0].max(-1)
+    # The one word that the host waits for; only sampling asks for more.
+    *said, numbers = torch.cat((ids, best, values.isfinite().all()[None])).tolist()
+    if not numbers:
+        raise broken_logits()
     rounds, first = [], 0
     read: list[list[int]] = []
     kept: list[Tensor] = []
-    for session, own, block, stop in zip(sessions, logits[0].split(rows), blocks, stops, strict=True):
+    for session, own, count, stop in zip(sessions, logits[0].split(rows), rows, stops, strict=True):
         start = len(session.tokens) - 1
+        anchor, *block = said[first : first + count]
+        own_best = said[len(ids) + first :][:count]
         # accept: drafts while they hold, then the target's own token
-        written = session.sampler.verify(own, session.tokens, block[1:])
+        written = session.sampler.verify(own, session.tokens, block, own_best)
         for i, token in enumerate(written):
             if token in stop:
                 written = written[: i + 1]
@@ -241,10 +253,10 @@ def round_together(
         # roll back: Keys of refused drafts lie beyond the length and are overwritten
         session.cache.length = start + len(written)
         if session.drafting and drafter is not None:
-            read.append([block[0], *written[:-1]])
+            read.append([anchor, *written[:-1]])
             kept.append(torch.arange(first, first + len(written)))
-        first += len(block)
-        rounds.append(Round(tuple(written), start, len(block) - 1, len(written) - 1, drafted - began, 0.0))
+        first += count
+        rounds.append(Round(tuple(written), start, count - 1, len(written) - 1, 0.0, 0.0))
     if drafter is not None and drafting:
         if len(sessions) > 1:
             index = torch.cat(kept).to(target.device)
@@ -252,8 +264,9 @@ def round_together(
         else:
             features = [f[:, : len(read[0])] for f in features]
         drafter.observe([s.drafts for s in drafting], read, features)
-    seconds = sessions[0]._clock() - drafted
-    return [replace(done, verify_seconds=seconds) for done in rounds]
+    drafted = clock.seconds()
+    rest = time.perf_counter() - began - drafted
+    return [replace(done, draft_seconds=drafted if done.drafted else 0.0, verify_seconds=rest) for done in rounds]
 
 
 def replay(session: Session, start: int, policy: Policy | None, probe: MassProbe | None = None) -> Iterator[Round]:
@@ -267,7 +280,7 @@ def replay(session: Session, start: int, policy: Policy | None, probe: MassProbe
     while (left := len(tokens) - 1 - start) > 0:
         count = min(session.size, left) - 1
         accepted = 0
-        began = session._clock()
+        began = time.perf_counter()
         if count > 0:
             # The block's Keys are written where the known text's are, and those are needed again.
             with cache.borrowed(start, count + 1):
@@ -275,5 +288,5 @@ def replay(session: Session, start: int, policy: Policy | None, probe: MassProbe
             while accepted < count and drafts[accepted] == tokens[start + 1 + accepted]:
                 accepted += 1
         written = tuple(tokens[start + 1 : start + 2 + accepted])
-        yield Round(written, start, count, accepted, session._clock() - began, 0.0)
+        yield Round(written, start, count, accepted, time.perf_counter() - began, 0.0)
         start += accepted + 1

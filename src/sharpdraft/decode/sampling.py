@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 import torch
@@ -96,6 +97,11 @@ class Sampler:
             self.generator.manual_seed(sampling.seed)
         self.drafted: list[Tensor] = []
 
+    @property
+    def greedy(self) -> bool:
+        """Whether a token is simply the likeliest."""
+        return not self.sampling.temperature and not self.filters
+
     def drafts(self, tokens: Sequence[int], vocab: int) -> Pick:
         """How a drafter chooses behind `tokens`; remembers the probabilities, which `verify` asks for."""
         self.drafted.clear()
@@ -115,14 +121,22 @@ class Sampler:
 
         return sampled
 
-    def verify(self, logits: Tensor, tokens: Sequence[int], proposed: Sequence[int]) -> list[int]:
+    def verify(
+        self, logits: Tensor, tokens: Sequence[int], proposed: Sequence[int], best: Sequence[int] | None = None
+    ) -> list[int]:
         """Drafts that are accepted, and one token more.
 
-        logits [len(proposed) + 1, vocab]: row i says which token follows `tokens` and the first i of `proposed`.
+        logits [len(proposed) + 1, vocab]: row i says which token follows `tokens` and the first i of `proposed`. best:
+        the likeliest token of each row where the host knows it already.
         Raises SharpDraftError for logits that are not numbers.
         """
-        if not self.sampling.temperature and not self.filters:
-            return self._greedy(logits, proposed)
+        if self.greedy:
+            if best is None:
+                values, choice = logits.max(-1)
+                _require_numbers(values)
+                best = choice.tolist()
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(proposed, best, strict=False))
+            return list(best[: len(list(same)) + 1])
         written: list[int] = []
         for row, logit in enumerate(logits):
             scores = self._filtered(logit, [*tokens, *proposed[:row]])
@@ -133,15 +147,6 @@ class Sampler:
             if token != draft:
                 break
         return written
-
-    def _greedy(self, logits: Tensor, proposed: Sequence[int]) -> list[int]:
-        values, best = logits.max(-1)
-        _require_numbers(values)
-        verdict: list[int] = best.tolist()
-        accepted = 0
-        while accepted < len(proposed) and proposed[accepted] == verdict[accepted]:
-            accepted += 1
-        return verdict[: accepted + 1]
 
     def _sampled(self, target: Tensor, draft: int | None, row: int) -> int:
         """The draft if it is accepted, else another token."""
@@ -184,4 +189,8 @@ def draws(weights: Tensor, generator: torch.Generator) -> Tensor:
 
 def _require_numbers(values: Tensor) -> None:
     if not bool(values.isfinite().all()):
-        raise SharpDraftError("the target's logits are NaN or infinite: its weights or dtype are broken; try float32")
+        raise broken_logits()
+
+
+def broken_logits() -> SharpDraftError:
+    return SharpDraftError("the target's logits are NaN or infinite: its weights or dtype are broken; try float32")

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3RotaryEmbedding
 
-from ..attention import LayerKind, Rotary, Segments
+from ..attention import FixedRows, LayerKind, Rotary, Rows, Segments
 from ..decode.cache import KVCache
 from ..errors import SharpDraftError
 from ..kernels import add_norm
@@ -162,17 +162,20 @@ class DFlash:
         """Append verified tokens' Keys and Values; see `family.Drafter`."""
         counts = [len(each) for each in tokens]
         segments = Segments(caches, [cache.length for cache in caches], counts, self.rotary)
-        context = F.rms_norm(
-            self.fc(torch.cat(list(features), dim=-1)), (self.hidden_size,), self.hidden_norm, self.eps
-        )
-        shape = (sum(counts), self.num_layers, 2, self.kv_heads, self.head_dim)
-        keys, values = self.context_kv(context)[0].view(shape).permute(2, 1, 3, 0, 4)
-        keys = segments.rotate(F.rms_norm(keys, (self.head_dim,), None, self.eps) * self.k_norms)
+        keys, values = self._context(segments, features)
         for cache, own_keys, own_values in zip(caches, keys.split(counts, 2), values.split(counts, 2), strict=True):
             start, end = cache.length, cache.length + own_keys.shape[2]
             cache.keys[:, 0, :, start:end] = own_keys
             cache.values[:, 0, :, start:end] = own_values
             cache.length = end
+
+    def _context(self, rows: Rows, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Rotated Keys, and Values, of verified tokens for all layers, [layers, kv_heads, rows, head_dim]."""
+        fused = self.fc(torch.cat(list(features), dim=-1))
+        context = F.rms_norm(fused, (self.hidden_size,), self.hidden_norm, self.eps)
+        shape = (fused.shape[1], self.num_layers, 2, self.kv_heads, self.head_dim)
+        keys, values = self.context_kv(context)[0].view(shape).permute(2, 1, 3, 0, 4)
+        return rows.rotate(F.rms_norm(keys, (self.head_dim,), None, self.eps) * self.k_norms), values
 
     def catch_up(self, caches: Sequence[KVCache], policies: Sequence[Policy | None]) -> None:
         """Nothing is left to do: verified tokens are cached as they are observed, whatever the policy."""
@@ -188,20 +191,52 @@ class DFlash:
         probe: MassProbe | None = None,
     ) -> Tensor:
         """Draft `count` tokens behind each anchor, whose position is its cache's length; see `family.Drafter`."""
-        requests, rows, device = len(caches), count + 1, self.target.device
-        contexts = [cache.length for cache in caches]
+        requests, rows = len(caches), count + 1
+        contexts, counts = [cache.length for cache in caches], [rows] * requests
         ids = torch.full((requests, rows), self.mask_token)
         ids[:, 0] = torch.tensor(anchors)
-        hidden = F.embedding(ids.view(1, -1).to(device), self.target.embedding)
+        where = {kind: Segments(caches, contexts, counts, self.rotary, kind) for kind in set(self.kinds)}
+        final = self._block(ids.view(1, -1).to(self.target.device), where, policies, probe)
+        logits = self.target.head(final.view(requests, rows, self.hidden_size)[:, 1:])
+        return torch.stack([pick(own, None) for pick, own in zip(picks, logits, strict=True)])
+
+    def propose_fixed(
+        self, cache: KVCache, start: Tensor, anchor: Tensor, count: int, policy: Policy | None, keys: int
+    ) -> Tensor:
+        """Draft greedily by operations on the device alone; see `family.Drafter`."""
+        ids = torch.cat((anchor, anchor.new_full((count,), self.mask_token)))[None]
+        where = {kind: FixedRows(cache, start, count + 1, keys, self.rotary, kind) for kind in set(self.kinds)}
+        final = self._block(ids, where, [policy], None)
+        return self.target.head(final[:, 1:])[0].argmax(-1)
+
+    def observe_fixed(
+        self, cache: KVCache, start: Tensor, tokens: Tensor, features: Sequence[Tensor], keys: int
+    ) -> None:
+        """Append a block's Keys and Values; see `family.Drafter`."""
+        rows = FixedRows(cache, start, len(tokens), keys, self.rotary)
+        for whole, new in zip((cache.keys, cache.values), self._context(rows, features), strict=True):
+            whole[:, 0].index_copy_(2, rows.at, new)
+
+    def accept_fixed(self, cache: KVCache, tokens: Sequence[int]) -> None:
+        """Count the tokens of a block that were accepted; see `family.Drafter`."""
+        cache.length += len(tokens)
+
+    def _block(
+        self,
+        ids: Tensor,
+        where: Mapping[LayerKind, Rows],
+        policies: Sequence[Policy | None],
+        probe: MassProbe | None,
+    ) -> Tensor:
+        """The normed outputs [1, rows, hidden] of blocks [1, rows], each an anchor and masks."""
+        hidden = F.embedding(ids, self.target.embedding)
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
-        counts = [rows] * requests
-        segments = {kind: Segments(caches, contexts, counts, self.rotary, kind) for kind in set(self.kinds)}
-        gains = {kind: own.gains(policies) for kind, own in segments.items()}
+        gains = {kind: own.gains(policies) for kind, own in where.items()}
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             hidden, normed = add_norm(hidden, delta, layer.attn_norm, self.eps)
-            mixed = segments[layer.kind].attention(
+            mixed = where[layer.kind].attention(
                 index,
                 layer.qkv(normed),
                 self.heads,
@@ -212,9 +247,7 @@ class DFlash:
             )
             hidden, normed = add_norm(hidden, layer.out(mixed), layer.mlp_norm, self.eps)
             delta = gated_mlp(normed, layer.gate_up, layer.down)
-        _, final = add_norm(hidden, delta, self.norm, self.eps)
-        logits = self.target.head(final.view(requests, rows, self.hidden_size)[:, 1:])
-        return torch.stack([pick(own, None) for pick, own in zip(picks, logits, strict=True)])
+        return add_norm(hidden, delta, self.norm, self.eps)[1]
 
 
 def _show(probe: MassProbe, index: int, query: Tensor, keys: Tensor, mask: Tensor | None) -> None:

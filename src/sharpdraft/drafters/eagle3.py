@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
-from ..attention import Rotary, Segments
+from ..attention import FixedRows, Rotary, Rows, Segments
 from ..decode.cache import KVCache
 from ..errors import SharpDraftError
 from ..kernels import add_norm
@@ -30,7 +30,7 @@ from ..mass import attention_mass
 from ..scale import Policy
 from ..target import Target
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
-from .family import MassProbe, Pick
+from .family import MassProbe, Pick, likeliest
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
 _DRAFTS = 5  # By default: what a chain's later tokens add does not pay for the passes they take.
@@ -208,6 +208,16 @@ class Eagle3:
     def observe(self, caches: Sequence[PairCache], tokens: Sequence[Sequence[int]], features: Sequence[Tensor]) -> None:
         """Append verified tokens and their fused states, and cache every pair whose token is known by that; see
         `family.Drafter`."""
+        states = self._fused(features).split([len(each) for each in tokens])
+        for cache, own, state in zip(caches, tokens, states, strict=True):
+            end = cache.length + len(own)
+            cache.states[cache.length : end] = state
+            cache.tokens[cache.length : end] = torch.tensor(own)
+            cache.length = end
+        self._cache_pairs(caches)
+
+    def _fused(self, features: Sequence[Tensor]) -> Tensor:
+        """One state for each row's tapped ones: [rows, hidden]."""
         taps = list(features)
         if self.tap_norms:
             pairs = zip(taps, self.tap_norms, strict=True)
@@ -215,13 +225,7 @@ class Eagle3:
         fused = torch.cat(taps, dim=-1)
         if self.fusion_norm is not None:
             fused = F.rms_norm(fused, (fused.shape[-1],), self.fusion_norm, self.eps)
-        states = self.fc(fused)[0].split([len(each) for each in tokens])
-        for cache, own, state in zip(caches, tokens, states, strict=True):
-            end = cache.length + len(own)
-            cache.states[cache.length : end] = state
-            cache.tokens[cache.length : end] = torch.tensor(own)
-            cache.length = end
-        self._cache_pairs(caches)
+        return self.fc(fused)[0]
 
     def _cache_pairs(self, caches: Sequence[PairCache]) -> None:
         waiting = [cache for cache in caches if cache.rows()]
@@ -269,8 +273,39 @@ class Eagle3:
             drafts.append(tokens[0])
         return torch.stack(drafts, dim=1)
 
+    def propose_fixed(
+        self, cache: PairCache, start: Tensor, anchor: Tensor, count: int, policy: Policy | None, keys: int
+    ) -> Tensor:
+        """Draft greedily by operations on the device alone; see `family.Drafter`."""
+        states, tokens = cache.states.index_select(0, start - 1)[None], anchor[None]
+        drafts = []
+        for step in range(count):
+            where = FixedRows(cache, start - 1 + step, 1, keys, self.rotary)
+            normed, states = self._step(where, states, tokens, where.gains([policy]), None)
+            tokens = likeliest(self.head(normed)[0], self.token_of)[None]
+            drafts.append(tokens[0])
+        return torch.cat(drafts)
+
+    def observe_fixed(
+        self, cache: PairCache, start: Tensor, tokens: Tensor, features: Sequence[Tensor], keys: int
+    ) -> None:
+        """Append a block's states, and the pairs that its tokens complete; see `family.Drafter`."""
+        states = self._fused(features)
+        before = torch.cat((cache.states.index_select(0, start - 1), states[:-1]))
+        rows = FixedRows(cache, start - 1, len(tokens), keys, self.rotary)
+        _, *pairs = self._qkv(self._row(before[None], tokens[None]), rows)
+        for whole, new in zip((cache.keys, cache.values), pairs, strict=True):
+            whole[0].index_copy_(2, rows.at, new)
+        cache.states.index_copy_(0, rows.at + 1, states)
+        cache.tokens.index_copy_(0, rows.at + 1, tokens)
+
+    def accept_fixed(self, cache: PairCache, tokens: Sequence[int]) -> None:
+        """Count the tokens of a block that were accepted; see `family.Drafter`."""
+        cache.length += len(tokens)
+        cache.pairs = cache.length - 1
+
     def _step(
-        self, segments: Segments, states: Tensor, tokens: Tensor, gain: Tensor | None, probe: MassProbe | None
+        self, segments: Rows, states: Tensor, tokens: Tensor, gain: Tensor | None, probe: MassProbe | None
     ) -> tuple[Tensor, Tensor]:
         """One row a request: the normed outputs [1, requests, hidden], and the states they hand on."""
         size = (self.hidden_size,)
@@ -293,7 +328,7 @@ class Eagle3:
         embedded = F.rms_norm(F.embedding(tokens, self.embedding), size, self.token_norm, self.eps)
         return torch.cat((embedded, F.rms_norm(states, size, self.state_norm, self.eps)), dim=-1)
 
-    def _qkv(self, rows: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(self, rows: Tensor, segments: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Query, Keys and Values [1, heads, rows, head_dim], the first two rotated to their positions."""
         heads = self.heads + 2 * self.kv_heads
         qkv = self.qkv(rows).view(1, rows.shape[1], heads, self.head_dim).transpose(1, 2)

@@ -26,9 +26,18 @@ def likeliest(logits: Tensor, token_of: Tensor | None) -> Tensor:
 
 
 class DraftCache(Protocol):
-    """What a drafter keeps of the verified tokens. `length` is how many; a smaller one rolls back."""
+    """What a drafter keeps of the verified tokens.
+
+    `length` is how many; a smaller one rolls back. `capacity`: positions that can be read or drafted at. `blank` and
+    `borrowed` are as in KVCache.
+    """
 
     length: int
+
+    @property
+    def capacity(self) -> int: ...
+
+    def blank(self) -> None: ...
 
     def borrowed(self, start: int, rows: int) -> AbstractContextManager[None]: ...
 
@@ -76,4 +85,22 @@ class Drafter(Protocol[Cache]):
         Cached Keys and Values are never touched. picks: each chooses its request's tokens, of all rows at once or one
         by one along a chain. probe: called with the top-k attention mass of the proposal rows of a single request.
         """
+        ...
+
+    def propose_fixed(
+        self, cache: Cache, start: Tensor, anchor: Tensor, count: int, policy: Policy | None, keys: int
+    ) -> Tensor:
+        """Draft greedily as `propose` does, int64 [count], with nothing but operations on the device.
+
+        start: the anchor's position, int64 [1], at least `count + 1`; anchor: int64 [1]; keys: see `FixedRows`.
+        """
+        ...
+
+    def observe_fixed(self, cache: Cache, start: Tensor, tokens: Tensor, features: Sequence[Tensor], keys: int) -> None:
+        """Take in a block, int64 [rows], whose first token stands at `start` [1], and its features, as `observe` does
+        but for the length: of the block some tokens may turn out refused, and the next block is written over them."""
+        ...
+
+    def accept_fixed(self, cache: Cache, tokens: Sequence[int]) -> None:
+        """Count what `observe_fixed` took in, once the host knows which tokens were accepted."""
         ...

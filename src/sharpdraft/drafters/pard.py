@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention import FixedRows
 from ..decode.cache import KVCache
 from ..errors import SharpDraftError
 from ..scale import Policy
@@ -35,6 +36,8 @@ class TokenCache:
     def __init__(self, keys: KVCache) -> None:
         self.keys = keys
         self.tokens: list[int] = []
+        # The same tokens where a pass of fixed shape finds them.
+        self.ids = torch.zeros(keys.capacity, dtype=torch.long, device=keys.keys.device)
         # Behind the first layer, Keys depend on how the Queries before were scaled.
         self.policy: Policy | None = None
 
@@ -46,6 +49,13 @@ class TokenCache:
     def length(self, length: int) -> None:
         del self.tokens[length:]
         self.keys.length = min(self.keys.length, length)
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.capacity
+
+    def blank(self) -> None:
+        self.keys.blank()
 
     def unread(self, policy: Policy | None) -> list[int]:
         """The tokens whose Keys are not cached as they are under `policy`."""
@@ -104,7 +114,10 @@ class Pard:
     ) -> None:
         """Append verified tokens; they are read with the next draft."""
         for cache, own in zip(caches, tokens, strict=True):
+            start = cache.length
             cache.tokens.extend(own)
+            room = cache.ids[start : cache.length]
+            room.copy_(torch.tensor(list(own)[: len(room)], dtype=torch.long))
 
     def catch_up(self, caches: Sequence[TokenCache], policies: Sequence[Policy | None]) -> None:
         """Read what was observed, all of it where the policy is another than before."""
@@ -137,6 +150,30 @@ class Pard:
         for cache in caches:
             cache.keys.length = cache.length
         return torch.stack([pick(own, None) for pick, own in zip(picks, logits, strict=True)])
+
+    def propose_fixed(
+        self, cache: TokenCache, start: Tensor, anchor: Tensor, count: int, policy: Policy | None, keys: int
+    ) -> Tensor:
+        """Draft greedily by operations on the device alone; see `family.Drafter`. The tokens that may be unread, which
+        are those of a block, are read again."""
+        known = count + 1
+        read = cache.ids.index_select(0, start - known + torch.arange(known, device=start.device))
+        ids = torch.cat((read, anchor, anchor.new_full((count - 1,), self.mask_token)))[None]
+        where = FixedRows(cache.keys, start - known, known + count, keys, self.model.rotary)
+        logits, _, _ = self.model.run(ids, where, wanted=slice(-count, None), policies=[policy])
+        return logits[0, :, : self.vocab_size].argmax(-1)
+
+    def observe_fixed(
+        self, cache: TokenCache, start: Tensor, tokens: Tensor, features: Sequence[Tensor], keys: int
+    ) -> None:
+        """Keep a block's tokens; see `family.Drafter`."""
+        cache.ids.index_copy_(0, start + torch.arange(len(tokens), device=start.device), tokens)
+
+    def accept_fixed(self, cache: TokenCache, tokens: Sequence[int]) -> None:
+        """Count the tokens of a block that were accepted; see `family.Drafter`."""
+        # All before the block was read with its draft, and so was its anchor.
+        cache.keys.length = cache.length + 1
+        cache.tokens.extend(tokens)
 
     def _forward(
         self,

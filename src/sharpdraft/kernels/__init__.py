@@ -28,6 +28,7 @@ from ..paths import cache_dir
 _log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
+_REAL = (Tensor, torch.nn.Parameter)
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -97,11 +98,13 @@ def _build(compiler: str, lanes: int) -> Path:
 
 
 def _plain(*tensors: Tensor | None) -> bool:
-    """Whether kernels may read and write these: float32 on the CPU, one row behind the other, no gradients."""
+    """Whether kernels may read and write these: float32 on the CPU, one row behind the other, no gradients, and real
+    memory, which subclasses need not have."""
     if torch.is_grad_enabled():
         return False
     return all(
-        t is None or (t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous()) for t in tensors
+        t is None or (type(t) in _REAL and t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous())
+        for t in tensors
     )
 
 

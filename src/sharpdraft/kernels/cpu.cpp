@@ -303,7 +303,8 @@ extern "C" void sharpdraft_attend(int64_t count, const Request *requests, int64_
     const Group *group_data = groups.data();
     const int64_t *rows_data = first_row.data();
     const int64_t part_count = static_cast<int64_t>(parts.size()), group_count = static_cast<int64_t>(groups.size());
-#pragma omp parallel
+    // Waking threads takes longer than little work does.
+#pragma omp parallel if (keys * group * dim > 1 << 17)
     {
         std::vector<float> turned;
 #pragma omp for schedule(static)
@@ -397,7 +398,7 @@ void products(const float *x, const T *weight, int64_t in, int64_t from, int64_t
 template <typename T>
 void linear(const float *x, const T *weight, const float *bias, int64_t rows, int64_t in, int64_t outs, float *out) {
     constexpr int64_t SHARE = 32;  // rows of weight that stay in cache while all rows of x pass
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (in * outs > 1 << 16)
     for (int64_t from = 0; from < outs; from += SHARE)
         for (int64_t row = 0; row < rows;) {
             int64_t take = std::min<int64_t>(rows - row, 8), to = std::min(outs, from + SHARE);

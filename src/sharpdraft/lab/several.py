@@ -63,6 +63,25 @@ class Several:
         own = [cache.parts[self.chosen] for cache in caches]
         return self.drafters[self.chosen].propose(own, anchors, count, policies, picks, probe)
 
+    def propose_fixed(
+        self, cache: SeveralCaches, start: Tensor, anchor: Tensor, count: int, policy: Policy | None, keys: int
+    ) -> Tensor:
+        assert self.chosen is not None
+        own = cache.parts[self.chosen]
+        return self.drafters[self.chosen].propose_fixed(own, start, anchor, count, policy, keys)
+
+    def observe_fixed(
+        self, cache: SeveralCaches, start: Tensor, tokens: Tensor, features: Sequence[Tensor], keys: int
+    ) -> None:
+        assert self.chosen is not None
+        states, drafter = dict(zip(self.taps, features, strict=True)), self.drafters[self.chosen]
+        own = cache.parts[self.chosen]
+        drafter.observe_fixed(own, start, tokens, [states[tap] for tap in drafter.taps], keys)
+
+    def accept_fixed(self, cache: SeveralCaches, tokens: Sequence[int]) -> None:
+        assert self.chosen is not None
+        self.drafters[self.chosen].accept_fixed(cache.parts[self.chosen], tokens)
+
 
 class SeveralCaches:
     """The caches of several drafters; `length` is what those that read have all seen."""
@@ -78,6 +97,14 @@ class SeveralCaches:
     def length(self, length: int) -> None:
         for part in self.parts.values():
             part.length = min(part.length, length)
+
+    @property
+    def capacity(self) -> int:
+        return min(part.capacity for part in self.parts.values())
+
+    def blank(self) -> None:
+        for part in self.parts.values():
+            part.blank()
 
     def borrowed(self, start: int, rows: int) -> AbstractContextManager[None]:
         assert self.of.chosen is not None

@@ -1,0 +1,170 @@
+"""Rounds of fixed shape against the ordinary loop: the same rounds, and no question to the device within one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from conftest import BLOCK, POSITIONS, Tiny, make_drafter, make_model
+from sharpdraft import FixedSlope, Sampling, Session, SharpDraftError
+from sharpdraft.decode import fixed
+from sharpdraft.decode.fixed import FixedRounds
+from sharpdraft.decode.loop import Round, round_together
+from sharpdraft.drafters.eagle3 import Eagle3
+from sharpdraft.lab.several import Several
+from sharpdraft.scale import Constant, Policy
+from sharpdraft.target import Target
+from test_families import VARIANTS, eagle_config, eagle_tensors, pard_of
+
+STEEP = FixedSlope(33, slope=0.2, max_scale=5.0)
+DRAFTERS = ["none", "dflash", "dflash, causal", "dflash, window", "eagle3", "eagle3, variant", "pard"]
+
+
+def drafter_of(kind: str, tiny: Tiny) -> Any:
+    if kind == "none":
+        return None
+    if kind.startswith("dflash"):
+        window = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
+        changes: dict[str, dict[str, Any]] = {
+            "dflash, causal": {"is_causal": True},
+            "dflash, window": {**window, "sliding_window": 24, "max_window_layers": 1},
+        }
+        return make_drafter(tiny.target, **changes.get(kind, {}))
+    if kind == "pard":
+        return pard_of(tiny)[0]
+    config = eagle_config(**(list(VARIANTS.values())[-1] if "variant" in kind else {}))
+    return Eagle3(config, eagle_tensors(config, tiny.target), tiny.target)
+
+
+@pytest.fixture(params=DRAFTERS)
+def pair(request: pytest.FixtureRequest, llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> tuple[Session, Session]:
+    """Two sessions of one drafter; lengths of the text pass several numbers of Keys."""
+    monkeypatch.setattr(fixed, "_FEWEST_KEYS", 32)
+    drafter = drafter_of(request.param, llama)
+    size = None if drafter is None else 5
+    return tuple(Session(llama.target, drafter, block=size) for _ in range(2))  # type: ignore[return-value]
+
+
+def shown(done: Round) -> tuple[Any, ...]:
+    return done.tokens, done.context, done.drafted, done.accepted
+
+
+@pytest.mark.parametrize("policy", [None, FixedSlope(33), STEEP], ids=["frozen", "sharpdraft", "steep"])
+def test_rounds_are_those_of_the_loop(pair: tuple[Session, Session], llama: Tiny, policy: Policy | None) -> None:
+    ours, loop = pair
+    rounds = FixedRounds(ours)
+    for session in pair:
+        session.policy = policy
+        session.prefill(llama.text[:30])
+    accepted = 0
+    while rounds.fits(left := 180 - len(ours.tokens)):
+        done, expected = rounds.round(()), round_together([loop], [left], [()])[0]
+        assert shown(done) == shown(expected)
+        accepted += done.accepted
+        assert ours.tokens == loop.tokens == llama.text[: len(ours.tokens)]
+    assert len(ours.tokens) > 170 and len({kind[1] for kind in rounds.passes}) > 2
+    assert accepted > 10 or ours.drafter is None
+
+
+def test_they_alternate_with_all_else(pair: tuple[Session, Session], llama: Tiny) -> None:
+    """Ordinary rounds, rewinding, other policies, target-only decoding and stop tokens in between."""
+    ours, loop = pair
+    rounds = FixedRounds(ours)
+    for session in pair:
+        session.prefill(llama.text[:40])
+    script: list[Callable[[Session], Any]] = [
+        lambda s: None,
+        lambda s: round_together([s], [9], [()]),
+        lambda s: setattr(s, "policy", STEEP),
+        lambda s: s.rewind(35),
+        lambda s: setattr(s, "drafting", False),
+        lambda s: None,
+        lambda s: setattr(s, "drafting", True),
+        lambda s: setattr(s, "policy", Constant(1.7)),
+        lambda s: (s.read(llama.text[len(s.tokens) : len(s.tokens) + 7]), s.rewind(len(s.tokens))),
+        lambda s: setattr(s, "size", 3) if s.drafter else None,
+    ]
+    for change in script * 2:
+        for session in pair:
+            change(session)
+        for _ in range(3):
+            assert rounds.fits(50)
+            stop = {llama.text[len(ours.tokens) + 1]}
+            done, expected = rounds.round(stop), round_together([loop], [50], [stop])[0]
+            assert shown(done) == shown(expected)
+            assert ours.tokens == llama.text[: len(ours.tokens)]
+
+
+def test_nothing_within_a_round_asks_the_device(pair: tuple[Session, Session], llama: Tiny) -> None:
+    """Tensors without values answer no question: an operation that needs one fails."""
+    session, _ = pair
+    session.policy = STEEP
+    session.prefill(llama.text[:40])
+    rounds = FixedRounds(session)
+    rounds.round(())
+    ((draft, verify, _),) = rounds.passes.values()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        with pytest.raises(DataDependentOutputException):
+            int(torch.zeros(1).sum())
+        draft()
+        verify()
+
+
+def test_when_a_round_is_left_to_the_loop(llama: Tiny) -> None:
+    drafter = make_drafter(llama.target)
+    session = Session(llama.target, drafter, capacity=POSITIONS - 100)
+    rounds = FixedRounds(session)
+    session.prefill(llama.text[:3])
+    assert not rounds.fits(50), "a block is longer than the text"
+    session.rewind(0)
+    session.prefill(llama.text[:100])
+    assert rounds.fits(BLOCK) and not rounds.fits(BLOCK - 1), "less is wanted than a block"
+    session.tokens += [1] * (session.cache.capacity - BLOCK + 1 - len(session.tokens))
+    assert rounds.fits(50), "the block just fits"
+    session.tokens.append(1)
+    assert not rounds.fits(50), "the context is full"
+    session.rewind(100)
+    session.sampling = Sampling(temperature=0.5)
+    session.prefill(llama.text[100:110])
+    assert not rounds.fits(50), "sampling is the host's"
+
+
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    model = make_model("llama")
+    target = Target(model)
+    session = Session(target, make_drafter(target))
+    session.prefill(list(range(20)))
+    target.norm = target.norm * torch.nan
+    with pytest.raises(SharpDraftError, match="NaN"):
+        FixedRounds(session).round(())
+
+
+def test_memory_that_was_never_written_does_no_harm(llama: Tiny) -> None:
+    session = Session(llama.target, make_drafter(llama.target))
+    for cache in (session.cache, session.drafts):
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
+    session.prefill(llama.text[:40])
+    rounds = FixedRounds(session)
+    for _ in range(10):
+        rounds.round(())
+    assert session.tokens == llama.text[: len(session.tokens)]
+
+
+def test_several_drafters_take_turns(llama: Tiny) -> None:
+    drafters = {kind: drafter_of(kind, llama) for kind in ("dflash", "eagle3", "pard")}
+    several = Several(drafters)
+    session = Session(llama.target, several)
+    session.size = 5
+    rounds = FixedRounds(session)
+    session.prefill(llama.text[:40])
+    for name in [*drafters, *drafters]:
+        several.chosen = name
+        alone = Session(llama.target, drafters[name], block=5)
+        alone.prefill(session.tokens[:-1])
+        for _ in range(4):
+            assert shown(rounds.round(())) == shown(round_together([alone], [50], [()])[0])
