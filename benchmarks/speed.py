@@ -1,20 +1,29 @@
-"""Decoding speed against transformers, at several context lengths and batch sizes: everything takes turns.
+"""Decoding speed against transformers, the DFlash authors' package and vLLM: everything takes turns.
 
-    python benchmarks/speed.py [--contexts 512,2048,4096] [--batches 1,4,16] [--tokens 48] [--rounds 3] [--out FILE]
+    pip install --no-deps dflash==0.1.0        # for `dflash_generate`
+    python benchmarks/speed.py [--places 512x1,512x4,512x16,2048x1,2048x4,4096x1,7000x1] [--tokens 48] [--rounds 3]
+        [--drafters eagle3,dflash,pard] [--vllm .venv-vllm/bin/python] [--memory] [--out FILE.json]
 
-Each system reads the same prefixes and then writes the same number of tokens, greedily; prefill is not counted. What
-is printed for every system is the ratio of its tokens per second to ours without a drafter (AR), median and quartiles
-over the rounds, and how often it wrote the tokens that AR wrote. The built-in drafter of --drafter is used, and the
-language model of the PARD one as the assistant in transformers.
+A place is a context length and a batch. Each system reads the same prefixes and then writes the same number of tokens,
+greedily; prefill is not counted. What is printed for every system is the ratio of its tokens per second to ours without
+a drafter (AR), quartiles over the rounds, how often it wrote the tokens that AR wrote, and for ours the milliseconds of
+a draft and of a verify pass. Drafters are those built in, each by its recommended policy; transformers' assistant is
+the language model of the PARD one. --vllm: the Python of an environment with vLLM, which then joins in alone and with
+the DFlash drafter. --memory: also what a fresh process that decodes this way needs at its peak.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +35,22 @@ from transformers.generation.streamers import BaseStreamer
 
 from sharpdraft.decode.loop import Session, round_together
 from sharpdraft.drafters import load_drafter
-from sharpdraft.lab.bench import catch_up, machine
+from sharpdraft.lab.bench import Arm, catch_up, machine
+from sharpdraft.lab.several import Several
 from sharpdraft.lab.tasks import recordings
+from sharpdraft.lab.vllm_arm import Engine
 from sharpdraft.models import SMOLLM2, built_in_drafter, load_target, smollm2_dir
-from sharpdraft.settings import recommended
+from sharpdraft.settings import FROZEN, recommended
 
-Measured = tuple[list[list[int]], float]
+Prefixes = Sequence[list[int]]
+
+
+@dataclass
+class Measured:
+    tokens: list[list[int]]
+    per_second: float
+    draft_ms: list[float] = field(default_factory=list)
+    verify_ms: list[float] = field(default_factory=list)
 
 
 class Clock(BaseStreamer):
@@ -47,8 +66,8 @@ class Clock(BaseStreamer):
         self.times.append(time.perf_counter())
 
 
-def theirs(model: Any, prefixes: Sequence[list[int]], new: int, **options: Any) -> Measured:
-    """Tokens and the seconds from the first new one to the last; the streamer is given the prompt first."""
+def by_transformers(model: Any, prefixes: Prefixes, new: int, **options: Any) -> Measured:
+    """From the first new token to the last; the streamer is given the prompt first."""
     clock = Clock()
     # transformers streams one sequence only; a batch is timed as a whole, less a run that writes one token.
     streamed: dict[str, Any] = {"streamer": clock} if len(prefixes) == 1 else {}
@@ -63,82 +82,180 @@ def theirs(model: Any, prefixes: Sequence[list[int]], new: int, **options: Any) 
         began = time.perf_counter()
         model.generate(ids, max_new_tokens=1, min_new_tokens=1, **common)
         seconds -= time.perf_counter() - began
-    return out[:, ids.shape[1] :].tolist(), seconds
+    return Measured(out[:, ids.shape[1] :].tolist(), len(prefixes) * (new - 1) / seconds)
 
 
-def ours(sessions: Sequence[Session], prefixes: Sequence[list[int]], new: int, policy: Any, drafting: bool) -> Measured:
+def by_dflash(model: Any, peer: Any, prefixes: Prefixes, new: int) -> Measured:
+    from dflash.model import dflash_generate
+
+    done = dflash_generate(peer, model, torch.tensor(list(prefixes)), new, None, return_stats=True)
+    return Measured([done.output_ids[0, len(prefixes[0]) :].tolist()], 1 / done.time_per_output_token)
+
+
+def by_vllm(engine: Engine, prefixes: Prefixes, new: int) -> Measured:
+    done = engine.answer(prefixes, new)
+    return Measured(done["tokens"], done["decoded"] / done["seconds"])
+
+
+def by_us(sessions: Sequence[Session], several: Several, arm: Arm, prefixes: Prefixes, new: int) -> Measured:
+    several.chosen = None
     for session, prefix in zip(sessions, prefixes, strict=True):
-        session.drafting, session.policy = True, policy
+        session.drafting = True
         catch_up(session, prefix)
-        session.drafting = drafting
+        arm.set(session, several)
+        if arm.drafting:
+            several.catch_up([session.drafts], [arm.policy])
     # The round that reads the prefix's last token also writes the first new one.
     ends = [len(prefix) + new for prefix in prefixes]
+    draft, verify = [], []
     began = time.perf_counter()
     while running := [(s, end - len(s.tokens)) for s, end in zip(sessions, ends, strict=True) if len(s.tokens) < end]:
-        round_together([s for s, _ in running], [left for _, left in running], [()] * len(running))
+        done = round_together([s for s, _ in running], [left for _, left in running], [()] * len(running))
+        draft.append(1e3 * max(each.draft_seconds for each in done))
+        verify.append(1e3 * done[0].verify_seconds)
     seconds = time.perf_counter() - began
-    return [s.tokens[len(prefix) :] for s, prefix in zip(sessions, prefixes, strict=True)], seconds
+    written = [s.tokens[len(prefix) :] for s, prefix in zip(sessions, prefixes, strict=True)]
+    for session in sessions:
+        session.drafting = True
+        several.chosen = None
+        session.rewind(min(len(p) for p in prefixes))
+    return Measured(written, len(prefixes) * new / seconds, draft, verify)
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    return [round(v, 3) for v in (statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--contexts", default="512,2048,4096")
-    parser.add_argument("--batches", default="1,4,16")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--places", default="512x1,512x4,512x16,2048x1,2048x4,4096x1,7000x1")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--drafter", default="dflash")
+    parser.add_argument("--drafters", default="eagle3,dflash,pard")
+    parser.add_argument("--vllm", type=Path)
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     new = options.tokens
-    target, _ = load_target(SMOLLM2, device="cpu")
-    directory = built_in_drafter(SMOLLM2, options.drafter)
-    assert directory is not None
-    drafter = load_drafter(directory, target)
-    policy, _ = recommended(directory)
-    model = AutoModelForCausalLM.from_pretrained(smollm2_dir(), dtype=torch.float32)
-    assistant = None
-    if (pard := built_in_drafter(SMOLLM2, "pard")) is not None:
-        assistant = AutoModelForCausalLM.from_pretrained(pard, dtype=torch.float32)
+    places = [tuple(map(int, place.split("x"))) for place in options.places.split(",")]
     texts = recordings()
+    if options.only == "transformers":
+        context, batch = places[0]
+        model = AutoModelForCausalLM.from_pretrained(smollm2_dir(), dtype=torch.float32)
+        by_transformers(model, [list(texts[i % len(texts)].tokens[i : context + i]) for i in range(batch)], new)
+        return print(peak_of_this_process())
+    target, _ = load_target(SMOLLM2, device="cpu")
+    folders = {name: built_in_drafter(SMOLLM2, name) for name in options.drafters.split(",") if name}
+    drafters = {name: load_drafter(folder, target) for name, folder in folders.items() if folder is not None}
+    several = Several(drafters)
+    arms = {"ar": Arm("ar", drafting=False)}
+    for name, folder in folders.items():
+        assert folder is not None, f"there is no built-in {name} drafter"
+        arms[f"{name}, frozen"] = Arm(name, True, None, drafter=name)
+        arms[f"{name}, sharpdraft"] = Arm(name, True, recommended(folder)[0], drafter=name)
+    if options.only:
+        return alone(options.only, arms, target, several, texts, places[0], new)
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir(), dtype=torch.float32)
+    assistant = peer = None
+    if (folder := built_in_drafter(SMOLLM2, "pard")) is not None:
+        assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if (folder := built_in_drafter(SMOLLM2, "dflash")) is not None:
+        try:
+            import dflash.model
+
+            dflash.model._cuda_time = time.perf_counter
+            peer = dflash.model.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32)
+        except ImportError:
+            print("dflash is not installed: `dflash_generate` does not take part", file=sys.stderr)
+    engines: dict[str, Engine] = {}
+    if options.vllm:
+        settings = {"dtype": "float32", "max_num_seqs": 16, "enable_prefix_caching": True, "max_model_len": 8192}
+        for name, asked in {"vllm": None, "vllm, dflash": FROZEN}.items():
+            engines[name] = Engine(
+                smollm2_dir(),
+                None if asked is None else folder,
+                5,
+                asked,
+                settings,
+                Path(f"speed-{name.replace(', ', '-')}.log"),
+                str(options.vllm),
+            )
     report: dict[str, Any] = {"machine": machine(), "transformers": transformers.__version__, "tokens": new, "rows": []}
-    places = [(int(c), int(b)) for c in options.contexts.split(",") for b in options.batches.split(",")]
     for context, batch in track(places, description="places"):
-        sessions = [Session(target, drafter, capacity=context + new + 1) for _ in range(batch)]
-        systems: dict[str, Callable[[list[list[int]]], Measured]] = {
-            "ar": lambda p, s=sessions: ours(s, p, new, None, False),  # type: ignore[misc]
-            "frozen": lambda p, s=sessions: ours(s, p, new, None, True),  # type: ignore[misc]
-            "sharpdraft": lambda p, s=sessions: ours(s, p, new, policy, True),  # type: ignore[misc]
-            "transformers": lambda p: theirs(model, p, new),
+        sessions = [Session(target, several, capacity=context + new + 1) for _ in range(batch)]
+        systems: dict[str, Callable[[Prefixes], Measured]] = {
+            name: partial(by_us, sessions, several, arm, new=new) for name, arm in arms.items()
         }
-        if assistant is not None and batch == 1:
-            systems["transformers, assisted"] = lambda p: theirs(model, p, new, assistant_model=assistant)
-        rows: dict[str, list[tuple[float, bool]]] = {name: [] for name in systems}
+        systems["transformers"] = partial(by_transformers, model, new=new)
+        if batch == 1 and assistant is not None:
+            systems["transformers, assisted"] = partial(by_transformers, model, new=new, assistant_model=assistant)
+        if batch == 1 and peer is not None:
+            systems["dflash_generate"] = partial(by_dflash, model, peer, new=new)
+        systems |= {name: partial(by_vllm, engine, new=new) for name, engine in engines.items()}
+        found: dict[str, list[tuple[float, bool, Measured]]] = {name: [] for name in systems}
         names = list(systems)
         for number in range(options.rounds):
             prefixes = [list(texts[(number + i) % len(texts)].tokens[i : context + i]) for i in range(batch)]
-            found = {name: systems[name](prefixes) for name in names[number % 2 :] + names[: number % 2]}
-            tokens, base = found["ar"]
-            for name, (written, seconds) in found.items():
-                rows[name].append((base / seconds, written == tokens))
-            report.setdefault("ar_tokens_per_second", {}).setdefault(f"{context}, batch {batch}", []).append(
-                round(batch * new / base, 2)
-            )
-        for name, values in rows.items():
-            ratios = sorted(ratio for ratio, _ in values)
-            low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-            row = {
+            turn = {name: systems[name](prefixes) for name in names[number % 2 :] + names[: number % 2]}
+            base = turn["ar"]
+            for name, done in turn.items():
+                found[name].append((done.per_second / base.per_second, done.tokens == base.tokens, done))
+        for name, rounds in found.items():
+            row: dict[str, Any] = {
                 "context": context,
                 "batch": batch,
                 "system": name,
-                "speed_over_ar": [round(v, 3) for v in (low, middle, high)],
-                "same_tokens": sum(same for _, same in values),
-                "rounds": len(values),
+                "speed_over_ar": quartiles([ratio for ratio, _, _ in rounds]),
+                "tokens_per_second": quartiles([done.per_second for _, _, done in rounds]),
+                "same_tokens": sum(same for _, same, _ in rounds),
+                "rounds": len(rounds),
             }
+            for key in ("draft_ms", "verify_ms"):
+                if values := [value for _, _, done in rounds for value in getattr(done, key)]:
+                    row[key] = round(statistics.median(values), 2)
+            if options.memory:
+                row["peak_mib"] = peak(name, arms, options, context, batch)
             report["rows"].append(row)
             print(json.dumps(row), flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if options.out:
+            options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for engine in engines.values():
+        engine.close()
     print(json.dumps({k: v for k, v in report.items() if k != "rows"}))
+    return None
+
+
+def peak(name: str, arms: dict[str, Arm], options: Any, context: int, batch: int) -> int | None:
+    """Peak of a fresh process that loads what this system needs, and no more, and decodes once, in MiB."""
+    if name not in (*arms, "transformers"):
+        return None
+    drafter = arms[name].drafter if name in arms else None
+    line = [sys.executable, __file__, "--only", name, "--places", f"{context}x{batch}", "--drafters", drafter or ""]
+    return int(subprocess.run(line, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def peak_of_this_process() -> int:
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def alone(
+    name: str, arms: dict[str, Arm], target: Any, several: Several, texts: Any, place: tuple[int, ...], new: int
+) -> None:
+    """Decode once and print the peak of this process."""
+    context, batch = place
+    prefixes = [list(texts[i % len(texts)].tokens[i : context + i]) for i in range(batch)]
+    drafter = several if arms[name].drafting else None
+    sessions = [Session(target, drafter, capacity=context + new + 1) for _ in range(batch)]
+    if drafter is not None:
+        by_us(sessions, several, arms[name], prefixes, new)
+    else:
+        for session, prefix in zip(sessions, prefixes, strict=True):
+            session.read(prefix[:-1])
+            session.tokens.append(prefix[-1])
+        for _ in range(new):
+            round_together(sessions, [new] * batch, [()] * batch)
+    print(peak_of_this_process())
 
 
 if __name__ == "__main__":

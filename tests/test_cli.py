@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import re
@@ -105,6 +106,7 @@ def test_generate_says_what_is_wrong(run: Run, saved: Checkpoints, tmp_path: Pat
     check_one_line(run("generate", "w9", "--arm", "ar", "--target", saved.drafter), "")
     check_one_line(run("generate", "w9", *both, "--device", "toaster"), "there is no device 'toaster' here")
     check_one_line(run("generate", "w9", *both, "--reference", 32), "--reference: reference (N0) must be above top_k")
+    check_one_line(run("generate", "w9", *both, "--weights", "int4"), "--weights int4: the only choice is bfloat16")
     for block in (1, BLOCK + 1):
         check_one_line(run("generate", "w9", *both, "--block", block), f"block size {block}: this drafter drafts")
     check_one_line(run("generate", "w9 " * POSITIONS, *both), "tokens does not fit", f"of {POSITIONS} are left")
@@ -139,6 +141,7 @@ def test_broken_settings_file(run: Run, saved: Checkpoints, tmp_path: Path, text
 
 
 def test_bench_says_what_is_wrong(run: Run, saved: Checkpoints, tmp_path: Path) -> None:
+    check_one_line(run("bench", "--engine", "vllm", "--weights", "bfloat16"), "--weights is for the lab's own loop")
     both = ("--target", saved.target, "--drafter", saved.drafter)
     good, bad, none = (tmp_path / name for name in ("good.txt", "bad.jsonl", "none.txt"))
     good.write_text("w9 w10\n")
@@ -236,6 +239,25 @@ def test_generate_json(run: Run, saved: Checkpoints, arm: str) -> None:
     assert said["finish"] == ("stop" if answer[-1] == 2 else "length")
     assert said["tokens_per_second"] > 0 and said["decode_seconds"] > 0 and said["prefill_seconds"] > 0
     assert (said["mal"] is None) if arm == "ar" else (said["mal"] > 1)
+
+
+def test_generate_with_rounded_weights(run: Run, saved: Checkpoints) -> None:
+    """What transformers writes with the same weights rounded, behind a text where that is something else."""
+    rounded = copy.deepcopy(saved.model)
+    for parameter in rounded.parameters():
+        if parameter.dim() > 1:
+            parameter.data = parameter.data.bfloat16().float()
+    both = (
+        (text, *(continuation(model, prompt_ids(saved, text), 150) for model in (saved.model, rounded)))
+        for text in (f"w{i} w20 w41" for i in range(6, VOCAB))
+    )
+    text, _, expected = next(found for found in both if found[1] != found[2])
+    for arm in ("ar", "sharpdraft"):
+        result = run(
+            *("generate", text, "--target", saved.target, "--drafter", saved.drafter, "--arm", arm),
+            *("--max-new-tokens", 150, "--json", "--weights", "bfloat16"),
+        )
+        assert json.loads(result.out)["token_ids"] == expected
 
 
 def test_generate_samples(run: Run, saved: Checkpoints) -> None:

@@ -65,6 +65,12 @@ DRAFTERS = _option(
 REFERENCE = _option(None, "--reference", help="N0: Keys up to which nothing is scaled.", shown="the drafter's", least=1)
 BLOCK = _option(None, "--block", help="Tokens of a block, anchor included.", shown="the drafter's")
 DEVICE = _option(None, "--device", help="cpu, cuda or mps.", shown="the best there is")
+WEIGHTS = _option(
+    None,
+    "--weights",
+    help="bfloat16: round the target's weights, which a CPU then reads in half the time; some tokens change.",
+    shown="as they are",
+)
 JSON = _option(False, "--json", help="Machine-readable results on stdout.")
 ARM = _option("sharpdraft", "--arm", help=f"One of {_ARMS}.")
 ARMS = _option("ar,frozen,sharpdraft", "--arms", help=f"Timed, taking turns, from {_ARMS}.")
@@ -138,6 +144,7 @@ def generate(
     seed: int | None = SEED,
     raw: bool = RAW,
     device: str | None = DEVICE,
+    weights: str | None = WEIGHTS,
     as_json: bool = JSON,
 ) -> None:
     """Stream an answer; accepted drafts are green, the target's own tokens plain."""
@@ -151,7 +158,7 @@ def generate(
     text = sys.stdin.read() if prompt is None else prompt
     if not text.strip():
         raise SharpDraftError("the prompt is empty: give a text")
-    loaded = _Loaded(target, drafter, device, reference, need_drafter=arm != "ar")
+    loaded = _Loaded(target, drafter, device, reference, need_drafter=arm != "ar", weights=weights)
     chosen = arm_named(arm, loaded.policy or REPORTED_SETTINGS["dflash"])
     used = loaded.drafter if chosen.drafting else None
     session = Session(loaded.target, used, chosen.policy, block if used else None, sampling=sampling)
@@ -246,6 +253,7 @@ def bench(
     temperature: float = TEMPERATURE,
     seed: int | None = SEED,
     device: str | None = DEVICE,
+    weights: str | None = WEIGHTS,
     engine: str | None = ENGINE,
     engine_args: str = ENGINE_ARGS,
     base_url: str | None = BASE_URL,
@@ -257,6 +265,8 @@ def bench(
     if temperature and (engine is not None or base_url is not None or replay):
         raise SharpDraftError("--temperature is for timed arms of the lab's own loop: a replay follows a known text")
     if engine is not None or base_url is not None:
+        if weights is not None:
+            raise SharpDraftError("--weights is for the lab's own loop: tell an engine with --engine-args")
         _bench_engines(
             engine,
             engine_args,
@@ -294,10 +304,11 @@ def bench(
     every_task = from_file(prompts, answer_tokens) if prompts else built_in()
     tasks = every_task[:sessions]
     recorded = recordings()[:sessions] if prompts is None and target == _BUILT_IN else []
-    loaded = _Loaded(target, drafter, device, reference, need_drafter=True, several=True)
+    loaded = _Loaded(target, drafter, device, reference, need_drafter=True, several=True, weights=weights)
     session = Session(loaded.target, loaded.drafter, block=block)
+    named = target if weights is None else f"{target}, weights in {weights}"
     plan = Plan(
-        target,
+        named,
         drafter or "built-in",
         block,
         arms_of(timed_names, loaded.policies),
@@ -327,7 +338,7 @@ def bench(
             session.rewind(0)
             turns = (loaded.prompt(turn, first=i == 0) for i, turn in enumerate(task.turns))
             run_live(session, task, turns, plan, loaded.stop, log.rows, on_row, on_progress)
-    _report(log.rows, plan.edges, out_dir, f"{target}, {drafter or 'built-in drafter'}", as_json, temperature > 0)
+    _report(log.rows, plan.edges, out_dir, f"{named}, {drafter or 'built-in drafter'}", as_json, temperature > 0)
 
 
 def _bench_engines(
@@ -535,11 +546,16 @@ class _Loaded:
         *,
         need_drafter: bool,
         several: bool = False,
+        weights: str | None = None,
     ) -> None:
         from .drafters import load_drafter
         from .lab.several import Several
         from .models import drafter_dir, load_target, stop_tokens
 
+        if weights not in (None, "bfloat16"):
+            raise SharpDraftError(
+                f"--weights {weights}: the only choice is bfloat16; leave it out for weights as they are"
+            )
         names = drafter.split(",") if drafter and several else [drafter]
         directories = [found for name in names if (found := drafter_dir(target, name and name.strip()))]
         if need_drafter and not directories:
@@ -549,7 +565,7 @@ class _Loaded:
             raise SharpDraftError(f"--drafter {drafter}: their names must differ, to tell their arms apart")
         self.policies = {name: _policy(path, reference) for name, path in zip(labels, directories, strict=False)}
         with err.status(f"loading {target}"):
-            self.target, self.tokenizer = load_target(target, device=device)
+            self.target, self.tokenizer = load_target(target, device=device, rounded=weights is not None)
             drafters = {n: load_drafter(path, self.target) for n, path in zip(labels, directories, strict=False)}
         self.drafter: Any = Several(drafters) if len(drafters) > 1 else next(iter(drafters.values()), None)
         self.policy = next(iter(self.policies.values()), None)

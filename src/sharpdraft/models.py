@@ -61,11 +61,13 @@ def load_target(
     device: str | None = None,
     dtype: torch.dtype | None = None,
     weight_dtype: torch.dtype | None = None,
+    rounded: bool = False,
 ) -> tuple[Target, Any]:
     """The target called `name` and its tokenizer.
 
     name: SMOLLM2, a local directory in transformers' format, or a hub id. device: CUDA if there is one, else
-    MPS, else CPU. dtype: float32 on CPU and MPS, else the checkpoint's own. weight_dtype: as in Target.
+    MPS, else CPU. dtype: float32 on CPU and MPS, else the checkpoint's own. weight_dtype: as in Target. rounded:
+    round matrices to bfloat16 first, which a CPU then reads in half the memory (see Linear); another model, strictly.
 
     `target.config.eos_token_id` is the generation config's where it has one: all tokens that end a turn.
 
@@ -85,12 +87,21 @@ def load_target(
         model = _load_model(directory, dtype)
     if model.generation_config is not None and model.generation_config.eos_token_id is not None:
         model.config.eos_token_id = model.generation_config.eos_token_id
+    if rounded:
+        _round_matrices(model)
     try:
         return Target(model.to(where), weight_dtype=weight_dtype), tokenizer
     except torch.OutOfMemoryError as error:
         raise SharpDraftError(
             f"'{name}' does not fit into the memory of {where}: use a smaller dtype, another device or a smaller model"
         ) from error
+
+
+@torch.no_grad()
+def _round_matrices(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.copy_(parameter.bfloat16())
 
 
 def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device) -> Target:
