@@ -16,14 +16,16 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
 from conftest import Tiny
-from sharpdraft import Session, attention, kernels
+from sharpdraft import FixedSlope, Session, attention, kernels, mask_keys
 from sharpdraft.attention import CAUSAL, LayerKind, Rotary, Segments
 from sharpdraft.decode.cache import KVCache
 from sharpdraft.kernels import add_norm, gated, library, linear
 from sharpdraft.linear import Linear
+from sharpdraft.scale import Constant, Policy
 
 compiled = pytest.mark.skipif(library(8) is None, reason="no C++ compiler here")
 CAPACITY = 400
+POLICIES = [None, FixedSlope(33), FixedSlope(100, slope=0.3, max_scale=4.0), Constant(1.3)]
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +130,28 @@ def test_a_row_that_sees_another_key_is_noticed(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(kernels, "requests", wrong)
     ours, theirs = both_ways(monkeypatch, 8, (4, 2), 16, [(100, 3)])
     assert not torch.allclose(ours[0], theirs[0], rtol=1e-3, atol=1e-4)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 380), st.integers(1, 17), st.sampled_from(POLICIES)), min_size=1, max_size=4),
+    st.builds(LayerKind, st.booleans(), st.sampled_from([None, 1, 7, 65])),
+)
+def test_gains_are_the_policys_at_the_keys_each_row_sees(
+    requests: list[tuple[int, int, Policy | None]], kind: LayerKind
+) -> None:
+    caches = [KVCache(1, 1, 8, CAPACITY) for _ in requests]
+    rotary = Rotary(LlamaRotaryEmbedding(LlamaConfig(hidden_size=8, num_attention_heads=1, head_dim=8)), CAPACITY)
+    segments = Segments(caches, [s for s, _, _ in requests], [c for _, c, _ in requests], rotary, kind)
+    found = segments.gains([policy for _, _, policy in requests])
+    expected = []
+    for start, count, policy in requests:
+        seen = mask_keys(kind.sees(torch.arange(start, start + count), start + count))
+        expected.append(torch.zeros(count) if policy is None else policy.gain(seen))
+    if found is None:
+        assert all(policy is None for _, _, policy in requests)
+    else:
+        assert torch.equal(found, torch.cat(expected))
 
 
 @compiled

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -153,11 +153,18 @@ class Segments(Rows):
         if all(policy is None for policy in policies):
             return None
         counted = zip(policies, self.starts, self.counts, strict=True)
-        gains = [
-            torch.zeros(count) if policy is None else policy.gain(self.kind.count(start, count))
-            for policy, start, count in counted
-        ]
-        return torch.cat(gains).to(self.cos.device)
+        gains = [self._gain(policy, start, count) for policy, start, count in counted]
+        return gains[0] if len(gains) == 1 else torch.cat(gains)
+
+    def _gain(self, policy: Policy | None, start: int, count: int) -> Tensor:
+        device, end = self.cos.device, start + count
+        if policy is None:
+            return torch.zeros(count, device=device)
+        if self.kind.window is not None:
+            return policy.gain(self.kind.count(start, count)).to(device)
+        # A drafter's pass is short: a gain is looked up in less time than it takes to count and compute it.
+        table = _gain_table(policy, device, 1 << end.bit_length())
+        return table[start + 1 : end + 1] if self.kind.causal else table[end : end + 1].repeat(count)
 
     @cached_property
     def _masks(self) -> list[Tensor | None]:
@@ -244,6 +251,12 @@ class FixedRows(Rows):
         chunk = _CHUNK if self.keys % _CHUNK == 0 else self.keys
         mixed = shares.unflatten(-1, (-1, chunk)).transpose(1, 2) @ all_values.unflatten(1, (-1, chunk))
         return mixed.float().sum(1).view(heads, rows, dim).transpose(0, 1).reshape(1, rows, -1).to(query.dtype)
+
+
+@lru_cache(maxsize=64)
+def _gain_table(policy: Policy, device: torch.device, size: int) -> Tensor:
+    """The gain at 0 to `size` - 1 visible Keys."""
+    return policy.gain(torch.arange(size)).to(device)
 
 
 # Keys that one thread block of a GPU mixes.

@@ -18,7 +18,9 @@ _QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @runtime_checkable
 class Policy(Protocol):
-    """Whatever turns counts of visible Keys into Query gains."""
+    """Whatever turns counts of visible Keys into Query gains; equal ones always do so alike."""
+
+    def __hash__(self) -> int: ...
 
     def gain(self, keys: Tensor) -> Tensor:
         """Counts of visible Keys, any shape -> float32 gains `β - 1`, same shape and device."""
