@@ -3,7 +3,8 @@
     python benchmarks/scaling_cost.py [--drafters dflash,eagle3,pard] [--contexts 1024,4096] [--passes 60]
 
 Prints for each drafter and context the median ratio of a scaled to a plain pass and its quartiles, and beside it what
-two plain passes differ by. All contexts are above N0, so that scaling acts.
+two plain passes differ by; the same of the fastest pass of each kind, which other work on the machine does not reach;
+and the bytes that each holds at its peak. All contexts are above N0, so that scaling acts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
+
+from torch.profiler import ProfilerActivity, profile
 
 from sharpdraft import FixedSlope
 from sharpdraft.decode.loop import Session
@@ -57,7 +62,26 @@ def main() -> None:
             row: dict[str, object] = {"drafter": name, "context": length, "drafts": count}
             row["plain_ms"] = round(1e3 * statistics.median(seconds["plain"]), 2)
             row |= {kind: [round(v, 4) for v in statistics.quantiles(r, n=4)] for kind, r in ratios.items()}
+            fastest = {kind: min(values) for kind, values in seconds.items()}
+            row["fastest"] = [round(fastest[kind] / fastest["plain"], 4) for kind in ("scaled", "plain again")]
+            row["peak_bytes"] = {
+                kind: peak(partial(drafter.propose, [cache], [tokens[length]], count, [policy], [likeliest]))
+                for kind, policy in policies.items()
+            }
             print(json.dumps(row), flush=True)
+
+
+def peak(run: Callable[[], object]) -> int:
+    """The most that is allocated at once while something runs."""
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    held = most = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
 
 
 if __name__ == "__main__":
