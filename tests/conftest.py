@@ -27,8 +27,13 @@ from sharpdraft import cli
 from sharpdraft.decode.cache import KVCache
 from sharpdraft.drafters.dflash import DFlash, save
 from sharpdraft.drafters.family import likeliest
+from sharpdraft.kernels import library
 from sharpdraft.scale import Policy
 from sharpdraft.target import Target
+
+# Built, or missed and said so, before any test looks at what is printed.
+for _lanes in (8, 16):
+    library(_lanes)
 
 VOCAB = 64
 POSITIONS = 256

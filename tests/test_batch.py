@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from conftest import PROMPT, VOCAB, Tiny, make_drafter, make_model
 from sharpdraft import FixedSlope
-from sharpdraft.cardinality import causal_keys
+from sharpdraft.attention import Segments
 from sharpdraft.decode.batch import Batch, Request
-from sharpdraft.decode.loop import Session
+from sharpdraft.decode.loop import Session, round_together
 from sharpdraft.decode.sampling import GREEDY, Sampling
 from sharpdraft.drafters.eagle3 import Eagle3
 from sharpdraft.drafters.pard import Pard
@@ -71,26 +71,28 @@ def test_a_request_writes_in_company_what_it_writes_alone(family: str, policy: A
     assert not batch.running and not batch.waiting
 
 
-def test_every_row_is_counted_by_its_own_request(llama: Tiny) -> None:
-    """A policy that notes what it is asked: a causal drafter's rows of a request at p see p + 1, p + 2, ... Keys."""
-    asked: list[list[int]] = []
+def test_every_row_is_counted_by_its_own_request(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gain that is the count itself: a causal drafter's rows of a request at p see p + 1, p + 2, ... Keys."""
+    seen: list[list[float]] = []
+    right = Segments.attention
 
-    class Noting:
+    def noting(self: Segments, *args: Any, gain: torch.Tensor | None = None, **rest: Any) -> torch.Tensor:
+        if gain is not None:
+            seen.append(gain.tolist())
+        return right(self, *args, gain=None, **rest)
+
+    class Count:
         def gain(self, keys: torch.Tensor) -> torch.Tensor:
-            asked.append(keys.tolist())
-            return torch.zeros(keys.shape)
+            return keys.float()
 
-    sessions = [Session(llama.target, DRAFTERS["eagle3"](llama.target), Noting(), block=4) for _ in range(3)]  # type: ignore[arg-type]
-    drafter = sessions[0].drafter
+    monkeypatch.setattr(Segments, "attention", noting)
+    drafter = DRAFTERS["eagle3"](llama.target)
+    sessions = [Session(llama.target, drafter, Count(), block=4) for _ in range(3)]
     for session, length in zip(sessions, (5, 40, 17), strict=True):
-        session.drafter = drafter
         session.prefill(llama.text[:length])
-    asked.clear()
-    from sharpdraft.decode.loop import round_together
-
+    seen.clear()
     round_together(sessions, [4, 4, 4], [()] * 3)
-    expected = [causal_keys(length - 1 + step, 1)[0].tolist() for step in range(3) for length in (5, 40, 17)]
-    assert asked == expected
+    assert seen == [[length + step for length in (5, 40, 17)] for step in range(3)]
 
 
 def test_memory_is_bounded_and_order_kept(llama: Tiny) -> None:
