@@ -146,8 +146,7 @@ class Segments(Rows):
             spans = zip(starts, counts, strict=True)
             at = torch.cat([torch.arange(start, start + count) for start, count in spans]).to(rotary.cos.device)
         self.cos, self.sin = rotary.cos[at], rotary.sin[at]
-        few = max(counts) <= _FEW_ROWS
-        self._requests = kernels.requests(caches, starts, counts) if few else None
+        self._requests = kernels.requests(caches, starts, counts)
 
     def gains(self, policies: Sequence[Policy | None]) -> Tensor | None:
         if all(policy is None for policy in policies):
@@ -261,8 +260,6 @@ def _gain_table(policy: Policy, device: torch.device, size: int) -> Tensor:
 
 # Keys that one thread block of a GPU mixes.
 _CHUNK = 256
-# Kernels are made for few rows; more are a matrix product like any other.
-_FEW_ROWS = 64
 
 
 def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
