@@ -34,6 +34,7 @@ typedef int32_t Int __attribute__((vector_size(W * 4), aligned(4)));
 typedef uint16_t Half __attribute__((vector_size(W * 2), aligned(2)));
 
 constexpr int BLOCK = 64;                // Keys that stay in the first-level cache while all Queries pass
+constexpr int LINE = 16;                 // floats that memory hands over at once
 constexpr int TILE = ACCUMULATORS / 4;   // Queries at once
 constexpr float HIDDEN = -1e30f;         // a hidden Key's score: finite, so that a part of hidden Keys alone is no NaN
 
@@ -143,12 +144,22 @@ struct Part {
     int64_t request, head, from, to, result;
 };
 
+// What to fetch while a tile is worked on: lines of Keys and of Values for each step.
+struct Ahead {
+    const float *keys, *values;
+    int64_t lines;
+};
+
 template <int Q, int COLUMNS>
-inline void scores(const float *query, const float *turned, int64_t dim, float *out) {
+inline void scores(const float *query, const float *turned, int64_t dim, Ahead ahead, float *out) {
     for (int column = 0; column < BLOCK; column += COLUMNS * W) {
         Vec acc[Q][COLUMNS];
         UNROLL for (int q = 0; q < Q; q++) UNROLL for (int c = 0; c < COLUMNS; c++) acc[q][c] = Vec{};
         for (int64_t d = 0; d < dim; d++) {
+            for (int64_t line = d * ahead.lines; column == 0 && line < (d + 1) * ahead.lines; line++) {
+                __builtin_prefetch(ahead.keys + line * LINE);
+                __builtin_prefetch(ahead.values + line * LINE);
+            }
             Vec key[COLUMNS];
             UNROLL for (int c = 0; c < COLUMNS; c++) key[c] = load(turned + d * BLOCK + column + c * W);
             UNROLL for (int q = 0; q < Q; q++) {
@@ -183,9 +194,10 @@ inline void mix(const float *weights, const float *values, int64_t keys, int64_t
 // Up to TILE Queries, whose rows start at `row` of the group, and one block of Keys.
 template <int Q>
 void attend_block(const Request &request, Sight sight, const float *query, const float *turned, const float *values,
-                  int64_t first, int64_t keys, int64_t row, int64_t dim, float *top, float *total, float *out) {
+                  int64_t first, int64_t keys, int64_t row, int64_t dim, Ahead ahead, float *top, float *total,
+                  float *out) {
     alignas(64) float score[Q * BLOCK], shrink[W] = {};
-    scores<Q, ACCUMULATORS / TILE>(query, turned, dim, score);
+    scores<Q, ACCUMULATORS / TILE>(query, turned, dim, ahead, score);
     int64_t length = request.start + request.count;
     for (int q = 0; q < Q; q++) {
         float *own = score + q * BLOCK;
@@ -232,11 +244,15 @@ void attend_part(const Request &request, const Part &part, int64_t layer, Sight 
         for (int k = 0; k < BLOCK; k += W)
             for (int64_t d = 0; d < dim; d += W)
                 transpose(key + k * dim + d, keys - k, dim, turned.data() + d * BLOCK + k, BLOCK);
+        // The next block is fetched bit by bit while the tiles of this one are worked on: all at once would only queue.
+        bool more = first + 2 * BLOCK <= part.to;
+        int64_t tiles = (rows + TILE - 1) / TILE, lines = more ? (BLOCK / LINE + tiles - 1) / tiles : 0;
+        Ahead ahead{key + BLOCK * dim, value + BLOCK * dim, lines};
         for (int64_t row = 0; row < rows;) {
             int64_t left = rows - row, take = std::min<int64_t>(left, TILE);
 #define CASE(N)                                                                                                  \
     case N:                                                                                                      \
-        attend_block<N>(request, sight, queries + row * dim, turned.data(), value, first, keys, row, dim, top + row, \
+        attend_block<N>(request, sight, queries + row * dim, turned.data(), value, first, keys, row, dim, ahead, top + row, \
                         total + row, out + row * dim);                                                           \
         break;
             switch (take) {
@@ -246,6 +262,8 @@ void attend_part(const Request &request, const Part &part, int64_t layer, Sight 
 #endif
             }
 #undef CASE
+            ahead.keys += lines * dim * LINE;
+            ahead.values += lines * dim * LINE;
             row += take;
         }
     }
