@@ -163,7 +163,7 @@ class Segments(Rows):
             return policy.gain(self.kind.count(start, count)).to(device)
         # A drafter's pass is short: a gain is looked up in less time than it takes to count and compute it.
         table = _gain_table(policy, device, 1 << end.bit_length())
-        return table[start + 1 : end + 1] if self.kind.causal else table[end : end + 1].repeat(count)
+        return table[start + 1 : end + 1] if self.kind.causal else table[end : end + 1].expand(count)
 
     @cached_property
     def _masks(self) -> list[Tensor | None]:

@@ -66,7 +66,7 @@ def library(lanes: int) -> ctypes.CDLL | None:
         return None
     built.sharpdraft_attend.argtypes = [
         *(_INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT),
-        *(_POINTER, _POINTER, ctypes.c_float, _POINTER, _POINTER, _POINTER, ctypes.c_int, _INT, _POINTER),
+        *(_POINTER, _POINTER, ctypes.c_float, _POINTER, _INT, _POINTER, _POINTER, ctypes.c_int, _INT, _POINTER),
     ]
     built.sharpdraft_add_norm.argtypes = [_POINTER, _POINTER, _POINTER, ctypes.c_float, _INT, _INT, _POINTER]
     built.sharpdraft_gated.argtypes = [_POINTER, _INT, _INT, _POINTER]
@@ -159,6 +159,7 @@ def attend(
         _at(k_norm),
         eps,
         _at(gain),
+        0 if gain is None else gain.stride(0),
         turns[0].data_ptr(),
         turns[1].data_ptr(),
         causal,

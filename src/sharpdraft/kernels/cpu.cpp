@@ -274,11 +274,11 @@ void attend_part(const Request &request, const Part &part, int64_t layer, Sight 
 // Norm, scale and rotate the Queries and Keys of new rows, write their Keys and Values into the caches, and attend.
 //
 // qkv [rows, heads + 2 kv_heads, dim]: rows of all requests one behind the other; it is overwritten. q_norm, k_norm
-// [dim] and gain [rows]: null for none. cosine, sine [rows, dim]. mixed [rows, heads, dim].
+// [dim] and gain [rows], its values gain_stride apart: null for none. cosine, sine [rows, dim]. mixed [rows, heads, dim].
 extern "C" void sharpdraft_attend(int64_t count, const Request *requests, int64_t layer, float *qkv, int64_t heads,
                                   int64_t kv_heads, int64_t dim, const float *q_norm, const float *k_norm, float eps,
-                                  const float *gain, const float *cosine, const float *sine, int causal, int64_t window,
-                                  float *mixed) {
+                                  const float *gain, int64_t gain_stride, const float *cosine, const float *sine,
+                                  int causal, int64_t window, float *mixed) {
     const Sight sight{causal != 0, window};
     static thread_local std::vector<float> queries, results;
     static thread_local std::vector<Part> parts;
@@ -335,8 +335,10 @@ extern "C" void sharpdraft_attend(int64_t count, const Request *requests, int64_
                 float *own = qkv + (row * all_heads + head) * dim;
                 if (head < heads) {
                     if (q_norm) norm(own, q_norm, eps, dim);
-                    if (gain)
-                        for (int64_t d = 0; d < dim; d++) own[d] += gain[row] * own[d];
+                    if (gain) {
+                        Vec more = all(gain[row * gain_stride]);
+                        for (int64_t d = 0; d < dim; d += W) store(own + d, load(own + d) + more * load(own + d));
+                    }
                     // A group's Queries lie together: [requests][kv_heads][group][count][dim].
                     int64_t to = rows_data[i] * heads + (head / group * group + head % group) * request.count + line;
                     rotate(own, turn, sines, query_data + to * dim, dim, scale);
