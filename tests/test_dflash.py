@@ -30,7 +30,7 @@ from conftest import (
     propose,
 )
 from sharpdraft import attention
-from sharpdraft.attention import LayerKind, Rotary, Segments, additive, attend, rotate
+from sharpdraft.attention import LayerKind, Rotary, additive, attend, rotate
 from sharpdraft.decode.cache import KVCache
 from sharpdraft.decode.loop import Session
 from sharpdraft.drafters.dflash import DFlash, save
@@ -227,10 +227,10 @@ def test_scale_is_the_policys(tiny: Tiny) -> None:
 
 
 def test_a_count_off_by_one_would_be_noticed(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, gain = LayerKind.count, Segments._gain
+    right, gain = LayerKind.count, attention._gain
     for error in (-1, 1):
         monkeypatch.setattr(LayerKind, "count", lambda self, c, r, e=error: right(self, c, r) + e)
-        monkeypatch.setattr(Segments, "_gain", lambda self, p, s, r, e=error: gain(self, p, s + e, r))
+        monkeypatch.setattr(attention, "_gain", lambda p, k, s, c, d, e=error: gain(p, k, s + e, c, d))
         with pytest.raises(AssertionError, match="Tensor-likes are not close"):
             check_scale_is_the_policys(llama)
         with pytest.raises(AssertionError):

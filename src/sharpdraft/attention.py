@@ -152,18 +152,8 @@ class Segments(Rows):
         if all(policy is None for policy in policies):
             return None
         counted = zip(policies, self.starts, self.counts, strict=True)
-        gains = [self._gain(policy, start, count) for policy, start, count in counted]
+        gains = [_gain(policy, self.kind, start, count, self.cos.device) for policy, start, count in counted]
         return gains[0] if len(gains) == 1 else torch.cat(gains)
-
-    def _gain(self, policy: Policy | None, start: int, count: int) -> Tensor:
-        device, end = self.cos.device, start + count
-        if policy is None:
-            return torch.zeros(count, device=device)
-        if self.kind.window is not None:
-            return policy.gain(self.kind.count(start, count)).to(device)
-        # A drafter's pass is short: a gain is looked up in less time than it takes to count and compute it.
-        table = _gain_table(policy, device, 1 << end.bit_length())
-        return table[start + 1 : end + 1] if self.kind.causal else table[end : end + 1].expand(count)
 
     @cached_property
     def _masks(self) -> list[Tensor | None]:
@@ -250,6 +240,29 @@ class FixedRows(Rows):
         chunk = _CHUNK if self.keys % _CHUNK == 0 else self.keys
         mixed = shares.unflatten(-1, (-1, chunk)).transpose(1, 2) @ all_values.unflatten(1, (-1, chunk))
         return mixed.float().sum(1).view(heads, rows, dim).transpose(0, 1).reshape(1, rows, -1).to(query.dtype)
+
+
+def chain_gains(
+    policies: Sequence[Policy | None], starts: Sequence[int], count: int, device: torch.device
+) -> Tensor | None:
+    """What `Segments.gains` says along chains of `count` causal rows, one at a time, from each request's start on:
+    float32 [requests, count], or None."""
+    if all(policy is None for policy in policies):
+        return None
+    chains = zip(policies, starts, strict=True)
+    return torch.stack([_gain(policy, CAUSAL, start, count, device) for policy, start in chains])
+
+
+def _gain(policy: Policy | None, kind: LayerKind, start: int, count: int, device: torch.device) -> Tensor:
+    """The gain of `count` rows of one request from `start` on."""
+    if policy is None:
+        return torch.zeros(count, device=device)
+    if kind.window is not None:
+        return policy.gain(kind.count(start, count)).to(device)
+    # A drafter's pass is short: a gain is looked up in less time than it takes to count and compute it.
+    end = start + count
+    table = _gain_table(policy, device, 1 << end.bit_length())
+    return table[start + 1 : end + 1] if kind.causal else table[end : end + 1].expand(count)
 
 
 @lru_cache(maxsize=64)

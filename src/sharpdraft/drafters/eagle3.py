@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
-from ..attention import FixedRows, Rotary, Rows, Segments
+from ..attention import FixedRows, Rotary, Rows, Segments, chain_gains
 from ..decode.cache import KVCache
 from ..errors import SharpDraftError
 from ..kernels import add_norm
@@ -263,11 +263,12 @@ class Eagle3:
         self._cache_pairs(caches)
         states = torch.stack([cache.states[cache.length - 1] for cache in caches])[None]
         tokens = torch.tensor([list(anchors)], device=self.target.device)
-        drafts = []
+        drafts, starts = [], [cache.length - 1 for cache in caches]
+        gains = chain_gains(policies, starts, count, self.target.device)
         for step in range(count):
-            starts = [cache.length - 1 + step for cache in caches]
-            segments = Segments(caches, starts, [1] * len(caches), self.rotary)
-            normed, states = self._step(segments, states, tokens, segments.gains(policies), probe)
+            segments = Segments(caches, [start + step for start in starts], [1] * len(caches), self.rotary)
+            gain = None if gains is None else gains[:, step]
+            normed, states = self._step(segments, states, tokens, gain, probe)
             logits = self.head(normed)[0].split(1)
             tokens = torch.cat([pick(own, self.token_of) for pick, own in zip(picks, logits, strict=True)])[None]
             drafts.append(tokens[0])
