@@ -249,8 +249,8 @@ def chain_gains(
     float32 [requests, count], or None."""
     if all(policy is None for policy in policies):
         return None
-    chains = zip(policies, starts, strict=True)
-    return torch.stack([_gain(policy, CAUSAL, start, count, device) for policy, start in chains])
+    chains = [_gain(policy, CAUSAL, start, count, device) for policy, start in zip(policies, starts, strict=True)]
+    return chains[0][None] if len(chains) == 1 else torch.stack(chains)
 
 
 def _gain(policy: Policy | None, kind: LayerKind, start: int, count: int, device: torch.device) -> Tensor:
