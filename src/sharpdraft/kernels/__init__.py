@@ -45,6 +45,7 @@ class Request(ctypes.Structure):
     )
 
 
+@cache
 def lanes(dim: int) -> int:
     """Floats of a vector for heads of `dim`, 0 where there is no vector for them."""
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -102,10 +103,12 @@ def _plain(*tensors: Tensor | None) -> bool:
     memory, which subclasses need not have."""
     if torch.is_grad_enabled():
         return False
-    return all(
-        t is None or (type(t) in _REAL and t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous())
-        for t in tensors
-    )
+    for tensor in tensors:
+        if tensor is not None and not (
+            type(tensor) in _REAL and tensor.is_cpu and tensor.dtype == torch.float32 and tensor.is_contiguous()
+        ):
+            return False
+    return True
 
 
 def requests(caches: Sequence[KVCache], starts: Sequence[int], counts: Sequence[int]) -> ctypes.Array[Request] | None:
