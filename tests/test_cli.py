@@ -32,6 +32,7 @@ from conftest import (
 )
 from sharpdraft import cli, models, settings
 from sharpdraft.decode.loop import Session
+from sharpdraft.drafters import load_drafter
 from sharpdraft.drafters.dflash import DFlash, save
 from sharpdraft.lab import tasks
 from sharpdraft.lab.tasks import Recording, Turn
@@ -138,6 +139,21 @@ def test_broken_settings_file(run: Run, saved: Checkpoints, tmp_path: Path, text
     (tmp_path / "drafter" / settings.FILE).write_text(text)
     result = run("generate", "w9", "--target", saved.target, "--drafter", tmp_path / "drafter")
     check_one_line(result, str(tmp_path / "drafter" / settings.FILE), message)
+
+
+def test_the_settings_file_names_the_block(run: Run, saved: Checkpoints, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved.drafter, tmp_path / "drafter")
+    policy = {"policy": {"kind": "fixed_slope", "reference": 40}}
+    drafted = {}
+    for block in (None, 3):
+        (folder / "sharpdraft.json").write_text(json.dumps(policy | ({} if block is None else {"block": block})))
+        drafter = load_drafter(folder, Target(saved.model))
+        drafted[block] = Session(drafter.target, drafter).size
+    assert drafted == {None: BLOCK, 3: 3}
+    for wrong in (1, BLOCK + 1, "4", 3.0, True):
+        (folder / "sharpdraft.json").write_text(json.dumps(policy | {"block": wrong}))
+        line = run("generate", "w9", "--target", saved.target, "--drafter", folder)
+        check_one_line(line, f"block is {wrong!r}, it must be from 2 to {BLOCK}")
 
 
 def test_bench_says_what_is_wrong(run: Run, saved: Checkpoints, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""`sharpdraft.json`: what a drafter is best run with, beside its checkpoint. Read by the lab and every engine."""
+"""`sharpdraft.json`: what a drafter is best run with, beside its checkpoint: the policy, which the lab and every engine
+read, and the block, which is the lab's own loop's."""
 
 from __future__ import annotations
 
@@ -34,6 +35,21 @@ def recommended(directory: Path) -> tuple[FixedSlope, bool]:
     if not isinstance(policy, FixedSlope):
         raise SharpDraftError(f'{path}: the policy must be of kind "fixed_slope"')
     return policy, True
+
+
+def recommended_block(directory: Path, longest: int) -> int | None:
+    """Tokens of a block, anchor included, that a drafter's directory says are best; None where it does not. Raises
+    SharpDraftError for a file that is broken or asks for more than `longest`."""
+    path = directory / FILE
+    if not path.exists():
+        return None
+    try:
+        block = json.loads(path.read_text(encoding="utf-8")).get("block")
+    except (OSError, ValueError, AttributeError) as error:
+        raise SharpDraftError(f"{path} is not a settings file ({error}): mend or remove it") from error
+    if block is not None and not (type(block) is int and 2 <= block <= longest):
+        raise SharpDraftError(f"{path}: block is {block!r}, it must be from 2 to {longest}: mend or remove it")
+    return block
 
 
 def asked_policy(asked: object, drafter: str | None) -> Policy | None:

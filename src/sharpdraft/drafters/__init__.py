@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 def load_drafter(directory: Path, target: Target) -> Drafter[Any]:
-    """Read a drafter of any family, told apart by its config.json.
+    """Read a drafter of any family, told apart by its config.json, with the block that its sharpdraft.json names.
 
     Raises SharpDraftError for a directory that holds none, or one that is not for this target.
     """
+    from ..settings import recommended_block
     from .checkpoint import read_json
     from .dflash import DFlash
     from .eagle3 import Eagle3, is_eagle3
     from .pard import Pard, is_pard
 
     config = read_json(directory)
-    if is_eagle3(config):
-        return Eagle3.load(directory, target)
-    if is_pard(config):
-        return Pard.load(directory, target)
-    return DFlash.load(directory, target)
+    family = Eagle3 if is_eagle3(config) else Pard if is_pard(config) else DFlash
+    drafter: Drafter[Any] = family.load(directory, target)
+    drafter.block_size = recommended_block(directory, drafter.longest_block) or drafter.block_size
+    return drafter
