@@ -138,8 +138,8 @@ class Segments(Rows):
         """starts: position of each request's first row. Raises SharpDraftError where a cache has no room for them."""
         self.caches, self.starts, self.counts, self.kind = list(caches), list(starts), list(counts), kind
         for cache, start, count in zip(caches, starts, counts, strict=True):
-            if start + count > cache.capacity:
-                raise SharpDraftError(f"context full: {start} + {count} tokens do not fit into {cache.capacity}")
+            if start + count > (room := min(cache.capacity, len(rotary.cos))):
+                raise SharpDraftError(f"context full: {start} + {count} tokens do not fit into {room}")
         if len(self.counts) == 1:
             at: slice | Tensor = slice(starts[0], starts[0] + counts[0])
         else:
@@ -234,12 +234,19 @@ class FixedRows(Rows):
         kv_heads = len(all_keys)
         group = heads // kv_heads
         query = query[0].reshape(kv_heads, group * rows, dim).to(all_keys.dtype)
-        scores = (query @ all_keys.transpose(1, 2)).float() / math.sqrt(dim)
+        scores = _float_product(query, all_keys.transpose(1, 2)) / math.sqrt(dim)
         shares = scores.masked_fill(self._hidden.repeat(group, 1), -torch.inf).softmax(-1).to(all_values.dtype)
         # Few heads would leave most of a GPU idle: the Keys are mixed in chunks, which are then added up.
         chunk = _CHUNK if self.keys % _CHUNK == 0 else self.keys
         mixed = shares.unflatten(-1, (-1, chunk)).transpose(1, 2) @ all_values.unflatten(1, (-1, chunk))
         return mixed.float().sum(1).view(heads, rows, dim).transpose(0, 1).reshape(1, rows, -1).to(query.dtype)
+
+
+def _float_product(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product in float32 of operands in any dtype, without copies of them where the device can."""
+    if a.device.type == "cuda" and a.dtype != torch.float32:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 def chain_gains(

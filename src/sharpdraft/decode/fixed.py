@@ -9,7 +9,10 @@ tested.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,12 +32,20 @@ class FixedRounds:
     """Rounds of a session. They may alternate with other rounds, rewinding, and changes of policy and drafter."""
 
     def __init__(self, session: Session) -> None:
-        self.session = session
-        device = session.target.device
+        # The session holds its rounds, and its caches shall go when it goes.
+        self._session = weakref.ref(session)
+        self.device = device = session.target.device
         self.start, self.anchor = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
         self.at: tuple[int, int] | None = None
-        self.passes: dict[Any, tuple[Callable[[], None], Callable[[], None], Tensor]] = {}
+        self.kind: Any = None
+        self.passes: dict[Any, _Passes] = {}
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    @property
+    def session(self) -> Session:
+        session = self._session()
+        assert session is not None
+        return session
 
     def fits(self, limit: int) -> bool:
         """Whether the next round can be one: greedy, with a whole block and room for it."""
@@ -49,6 +60,10 @@ class FixedRounds:
     @torch.inference_mode()
     def round(self, stop: Collection[int]) -> Round:
         """The next round; `fits` must hold."""
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            return self._round(stop)
+
+    def _round(self, stop: Collection[int]) -> Round:
         from .loop import Round
 
         session = self.session
@@ -58,25 +73,26 @@ class FixedRounds:
         if session.cache.length < start or (drafter is not None and session.drafts.length < start):
             session._feed(start)
         began = time.perf_counter()
-        if drafter is not None:
-            drafter.catch_up([session.drafts], [session.policy])
         keys = _FEWEST_KEYS
         while keys < start + count + 1:
             keys *= 2
-        # Of several drafters on one session (`lab.several`) one is chosen.
+        # Of several drafters on one session (`lab.several`) one is chosen. Passes keep their drafter, so that no other
+        # one has its id.
         who = id(drafter), getattr(drafter, "chosen", None)
         kind = (count, keys, session.policy if drafter is not None else None, who)
-        if kind not in self.passes:
-            self.passes[kind] = self._prepare(drafter, count, keys, start, anchor)
-            self.at = None
-        if self.at != (start, anchor):
+        if self.at != (start, anchor) or kind != self.kind:
+            if drafter is not None:
+                drafter.catch_up([session.drafts], [session.policy])
+            if kind not in self.passes:
+                self.passes[kind] = self._prepare(drafter, count, keys, start, anchor)
             self._load(start, anchor)
-        draft, verify, said = self.passes[kind]
-        clock = Stopwatch(session.target.device)
-        draft()
+        passes, clock = self.passes[kind], Stopwatch(self.device)
+        # Should anything go wrong, the device is no longer where it was.
+        self.at, self.kind = None, kind
+        passes.draft()
         clock.mark()
-        verify()
-        *choice, accepted, numbers = said.tolist()
+        passes.verify()
+        *choice, accepted, numbers = passes.said.tolist()
         if not numbers:
             raise broken_logits()
         self.at = start + accepted + 1, choice[accepted]
@@ -98,39 +114,37 @@ class FixedRounds:
         self.anchor.fill_(anchor)
         self.at = start, anchor
 
-    def _prepare(
-        self, drafter: Drafter[Any] | None, count: int, keys: int, start: int, anchor: int
-    ) -> tuple[Callable[[], None], Callable[[], None], Tensor]:
-        """Draft and verify as two calls, and where the second leaves its tokens, how many drafts it accepted, and
-        whether logits were numbers."""
+    def _prepare(self, drafter: Drafter[Any] | None, count: int, keys: int, start: int, anchor: int) -> _Passes:
         session, target = self.session, self.session.target
+        cache, drafts = session.cache, None if drafter is None else session.drafts
         policy, taps = session.policy, () if drafter is None else session.taps
         # Keys behind the last are hidden, but memory that was never written may hold what is no number.
-        session.cache.blank()
-        if drafter is not None:
-            session.drafts.blank()
+        cache.blank()
+        if drafts is not None:
+            drafts.blank()
         ids = torch.zeros(count + 1, dtype=torch.long, device=target.device)
         said = torch.zeros(count + 3, dtype=torch.long, device=target.device)
 
         def draft() -> None:
             ids[:1].copy_(self.anchor)
             if drafter is not None:
-                ids[1:].copy_(drafter.propose_fixed(session.drafts, self.start, self.anchor, count, policy, keys))
+                ids[1:].copy_(drafter.propose_fixed(drafts, self.start, self.anchor, count, policy, keys))
 
         def verify() -> None:
-            where = FixedRows(session.cache, self.start, count + 1, keys, target.rotary)
+            where = FixedRows(cache, self.start, count + 1, keys, target.rotary)
             logits, features, _ = target.run(ids[None], where, taps)
             values, choice = logits[0].max(-1)
             accepted = (choice[:-1] == ids[1:]).long().cumprod(0).sum(0, keepdim=True)
             if drafter is not None:
-                drafter.observe_fixed(session.drafts, self.start, ids, features, keys)
+                drafter.observe_fixed(drafts, self.start, ids, features, keys)
             said.copy_(torch.cat((choice, accepted, values.isfinite().all()[None].long())))
             self.start.add_(accepted + 1)
             self.anchor.copy_(choice.index_select(0, accepted))
 
         if self.pool is None:
-            return draft, verify, said
-        return self._record(draft, start, anchor), self._record(verify, start, anchor), said
+            return _Passes(draft, verify, said, ())
+        graphs = self._record(draft, start, anchor), self._record(verify, start, anchor)
+        return _Passes(graphs[0], graphs[1], said, (draft, verify))
 
     def _record(self, run: Callable[[], None], start: int, anchor: int) -> Callable[[], None]:
         """A CUDA graph of `run`, behind runs that choose kernels and workspaces."""
@@ -146,6 +160,17 @@ class FixedRounds:
         with torch.cuda.graph(graph, pool=self.pool):
             run()
         return graph.replay
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Draft and verify, and where the second leaves its tokens, how many drafts it accepted, and whether logits were
+    numbers. `recorded`: what graphs were made of, whose tensors they go on reading and writing."""
+
+    draft: Callable[[], None]
+    verify: Callable[[], None]
+    said: Tensor
+    recorded: tuple[Callable[[], None], ...]
 
 
 class Stopwatch:

@@ -84,8 +84,7 @@ class Session:
         self.sampler = Sampler(self.sampling)
         self.prefill_seconds = 0.0
         self.finish = ""
-        # A GPU is slower to be told what to do than to do it.
-        self.fixed = FixedRounds(self) if self.target.device.type == "cuda" else None
+        self.fixed: FixedRounds | None = None
 
     @property
     def room(self) -> int:
@@ -148,8 +147,11 @@ class Session:
 
     def round(self, limit: int, stop: Collection[int] = (), probe: MassProbe | None = None) -> Round:
         """Draft, verify and accept once, writing at most `limit` tokens and none behind a stop token."""
-        if self.fixed is not None and probe is None and self.fixed.fits(limit):
-            return self.fixed.round(stop)
+        # A GPU is slower to be told what to do than to do it.
+        if self.target.device.type == "cuda" and probe is None:
+            self.fixed = self.fixed or FixedRounds(self)
+            if self.fixed.fits(limit):
+                return self.fixed.round(stop)
         return round_together([self], [limit], [stop], probe)[0]
 
     def generate(
@@ -235,6 +237,8 @@ def round_together(
     # The one word that the host waits for; only sampling asks for more.
     *said, numbers = torch.cat((ids, best, values.isfinite().all()[None])).tolist()
     if not numbers:
+        for session in sessions:
+            session.cache.length = len(session.tokens) - 1
         raise broken_logits()
     rounds, first = [], 0
     read: list[list[int]] = []

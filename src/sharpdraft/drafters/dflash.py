@@ -94,6 +94,7 @@ class DFlash:
         # Context Keys and Values of all layers come out of one product.
         self.context_kv = linear([f"layers.{i}.self_attn.{p}_proj" for i in range(self.num_layers) for p in ("k", "v")])
         self.k_norms = torch.stack([layer.k_norm for layer in self.layers])[:, None, None]
+        self._windowed: dict[int, DFlash] = {}
         self.rotary = Rotary(Qwen3RotaryEmbedding(parsed), max(self.max_positions, target.max_positions), device)
 
     def _read_config(self, config: Mapping[str, Any]) -> Qwen3Config:
@@ -127,7 +128,9 @@ class DFlash:
     def windowed(self, window: int) -> DFlash:
         """The same drafter with every full layer seeing only the last `window` Keys: the rival that keeps their
         number small by dropping them. Shares the weights; caches are interchangeable."""
-        other = copy(self)
+        if (known := self._windowed.get(window)) is not None:
+            return known
+        self._windowed[window] = other = copy(self)
         other.kinds = tuple(kind if kind.window else replace(kind, window=window) for kind in self.kinds)
         other.layers = [replace(x, kind=kind) for x, kind in zip(self.layers, other.kinds, strict=True)]
         return other

@@ -244,8 +244,10 @@ class Eagle3:
             cache.write(0, start, own_keys, own_values)
             cache.pairs = start + own_keys.shape[2]
 
+    @torch.inference_mode()
     def catch_up(self, caches: Sequence[PairCache], policies: Sequence[Policy | None]) -> None:
-        """Nothing is left to do: verified tokens are cached as they are observed, whatever the policy."""
+        """Cache pairs that were written over; else they are cached as they are observed, whatever the policy."""
+        self._cache_pairs(caches)
 
     @torch.inference_mode()
     def propose(

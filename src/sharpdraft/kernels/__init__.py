@@ -146,7 +146,7 @@ def attend(
     """All of attention between the projections; see `Segments.attention`. qkv is overwritten."""
     qkv = qkv.contiguous()
     dim = qkv.shape[-1] // (heads + 2 * kv_heads)
-    mixed = torch.empty(*qkv.shape[:2], heads * dim)
+    mixed = qkv.new_empty(*qkv.shape[:2], heads * dim)
     kernels = library_for(dim)
     assert kernels is not None
     q_norm, k_norm, eps = norms or (None, None, 0.0)
