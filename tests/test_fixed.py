@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from conftest import BLOCK, POSITIONS, Tiny, make_drafter, make_model
 from sharpdraft import FixedSlope, Sampling, Session, SharpDraftError
 from sharpdraft.decode import fixed
 from sharpdraft.decode.fixed import FixedRounds
-from sharpdraft.decode.loop import Round, round_together
+from sharpdraft.decode.loop import Round, replay, round_together
 from sharpdraft.drafters.eagle3 import Eagle3
 from sharpdraft.lab.several import Several
 from sharpdraft.scale import Constant, Policy
@@ -133,14 +135,47 @@ def test_when_a_round_is_left_to_the_loop(llama: Tiny) -> None:
     assert not rounds.fits(50), "sampling is the host's"
 
 
-def test_logits_that_are_no_numbers_are_refused() -> None:
+def test_logits_that_are_no_numbers_are_refused_and_nothing_is_lost() -> None:
     model = make_model("llama")
     target = Target(model)
-    session = Session(target, make_drafter(target))
-    session.prefill(list(range(20)))
-    target.norm = target.norm * torch.nan
-    with pytest.raises(SharpDraftError, match="NaN"):
-        FixedRounds(session).round(())
+    session, loop = (Session(target, make_drafter(target)) for _ in range(2))
+    for each in (session, loop):
+        each.prefill(list(range(20)))
+    rounds, norm = FixedRounds(session), target.norm
+    for _ in range(2):
+        target.norm = norm * torch.nan
+        with pytest.raises(SharpDraftError, match="NaN"):
+            rounds.round(())
+        with pytest.raises(SharpDraftError, match="NaN"):
+            round_together([loop], [50], [()])
+        target.norm = norm
+        assert shown(rounds.round(())) == shown(round_together([loop], [50], [()])[0])
+    assert session.tokens == loop.tokens
+
+
+def test_a_session_goes_when_nobody_holds_it(llama: Tiny) -> None:
+    """Its caches may be most of a GPU's memory, which no garbage collector sees."""
+    session = Session(llama.target, make_drafter(llama.target))
+    session.prefill(llama.text[:40])
+    session.fixed = FixedRounds(session)
+    session.fixed.round(())
+    known = weakref.ref(session.cache)
+    gc.disable()
+    try:
+        del session
+        assert known() is None
+    finally:
+        gc.enable()
+
+
+def test_pairs_that_a_replay_wrote_over_are_made_again(llama: Tiny) -> None:
+    session, loop = (Session(llama.target, drafter_of("eagle3", llama), block=5) for _ in range(2))
+    for each in (session, loop):
+        each.prefill(llama.text[:60])
+        list(replay(each, 30, STEEP))
+    rounds = FixedRounds(session)
+    for _ in range(8):
+        assert shown(rounds.round(())) == shown(round_together([loop], [50], [()])[0])
 
 
 def test_memory_that_was_never_written_does_no_harm(llama: Tiny) -> None:

@@ -125,21 +125,24 @@ class FixedRounds:
         ids = torch.zeros(count + 1, dtype=torch.long, device=target.device)
         said = torch.zeros(count + 3, dtype=torch.long, device=target.device)
 
+        # Without `self`, which holds the passes and would be held by them.
+        at, last = self.start, self.anchor
+
         def draft() -> None:
-            ids[:1].copy_(self.anchor)
+            ids[:1].copy_(last)
             if drafter is not None:
-                ids[1:].copy_(drafter.propose_fixed(drafts, self.start, self.anchor, count, policy, keys))
+                ids[1:].copy_(drafter.propose_fixed(drafts, at, last, count, policy, keys))
 
         def verify() -> None:
-            where = FixedRows(cache, self.start, count + 1, keys, target.rotary)
+            where = FixedRows(cache, at, count + 1, keys, target.rotary)
             logits, features, _ = target.run(ids[None], where, taps)
             values, choice = logits[0].max(-1)
             accepted = (choice[:-1] == ids[1:]).long().cumprod(0).sum(0, keepdim=True)
             if drafter is not None:
-                drafter.observe_fixed(drafts, self.start, ids, features, keys)
+                drafter.observe_fixed(drafts, at, ids, features, keys)
             said.copy_(torch.cat((choice, accepted, values.isfinite().all()[None].long())))
-            self.start.add_(accepted + 1)
-            self.anchor.copy_(choice.index_select(0, accepted))
+            at.add_(accepted + 1)
+            last.copy_(choice.index_select(0, accepted))
 
         if self.pool is None:
             return _Passes(draft, verify, said, ())
