@@ -36,7 +36,7 @@ from sharpdraft.decode.loop import Session, round_together
 from sharpdraft.drafters import load_drafter
 from sharpdraft.lab.bench import Arm, catch_up, machine
 from sharpdraft.lab.several import Several
-from sharpdraft.lab.tasks import recordings
+from sharpdraft.lab.tasks import Recording, recordings
 from sharpdraft.lab.vllm_arm import Engine
 from sharpdraft.models import SMOLLM2, built_in_drafter, load_target, smollm2_dir
 from sharpdraft.settings import FROZEN, recommended
@@ -121,6 +121,11 @@ def by_us(sessions: Sequence[Session], several: Several, arm: Arm, prefixes: Pre
     return Measured(written, len(prefixes) * new / seconds, draft, verify)
 
 
+def prefixes_of(texts: Sequence[Recording], context: int, batch: int, number: int = 0) -> Prefixes:
+    """A different text, or place in it, for each request; others in each round."""
+    return [list(texts[(number + i) % len(texts)].tokens[i : context + i]) for i in range(batch)]
+
+
 def quartiles(values: Sequence[float]) -> list[float]:
     return [round(v, 3) for v in (statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3)]
 
@@ -142,7 +147,7 @@ def main() -> None:
     if options.only == "transformers":
         context, batch = places[0]
         model = AutoModelForCausalLM.from_pretrained(smollm2_dir(), dtype=torch.float32)
-        by_transformers(model, [list(texts[i % len(texts)].tokens[i : context + i]) for i in range(batch)], new)
+        by_transformers(model, prefixes_of(texts, context, batch), new)
         return print(peak_of_this_process())
     target, _ = load_target(SMOLLM2, device="cpu")
     folders = {name: built_in_drafter(SMOLLM2, name) for name in options.drafters.split(",") if name}
@@ -195,7 +200,7 @@ def main() -> None:
         found: dict[str, list[tuple[float, bool, Measured]]] = {name: [] for name in systems}
         names = list(systems)
         for number in range(options.rounds):
-            prefixes = [list(texts[(number + i) % len(texts)].tokens[i : context + i]) for i in range(batch)]
+            prefixes = prefixes_of(texts, context, batch, number)
             turn = {name: systems[name](prefixes) for name in names[number % 2 :] + names[: number % 2]}
             base = turn["ar"]
             for name, done in turn.items():
@@ -245,7 +250,7 @@ def alone(
 ) -> None:
     """Decode once and print the peak of this process."""
     context, batch = place
-    prefixes = [list(texts[i % len(texts)].tokens[i : context + i]) for i in range(batch)]
+    prefixes = prefixes_of(texts, context, batch)
     drafter = several if arms[name].drafting else None
     sessions = [Session(target, drafter, capacity=context + new + 1) for _ in range(batch)]
     if drafter is not None:

@@ -15,7 +15,8 @@ from .scale import Constant, FixedSlope, Policy, scale_queries
 
 if TYPE_CHECKING:
     from .decode.batch import Batch, Request
-    from .decode.loop import Round, Session
+    from .decode.loop import Session
+    from .decode.rounds import Round
     from .decode.sampling import Sampling
     from .drafters import load_drafter
     from .drafters.dflash import DFlash
@@ -52,7 +53,7 @@ _LATER = {
     "Batch": "decode.batch",
     "DFlash": "drafters.dflash",
     "Request": "decode.batch",
-    "Round": "decode.loop",
+    "Round": "decode.rounds",
     "Sampling": "decode.sampling",
     "Session": "decode.loop",
     "Target": "target",

@@ -108,6 +108,8 @@ class Rows(ABC):
         Key norms [head_dim] and their epsilon; gain [rows], as `gains` makes it.
         Returns [batch, rows, heads * head_dim].
         """
+        if probe is None and (mixed := self._compiled(layer, qkv, heads, kv_heads, norms, gain)) is not None:
+            return mixed
         batch, rows = qkv.shape[:2]
         each = qkv.view(batch, rows, heads + 2 * kv_heads, -1).transpose(1, 2)
         query, keys, values = each.split((heads, kv_heads, kv_heads), dim=1)
@@ -117,6 +119,18 @@ class Rows(ABC):
         if gain is not None:
             query = scale_queries(query, gain[None, None])
         return self._attend(layer, self.rotate(query), self.rotate(keys), values, probe)
+
+    def _compiled(
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: int,
+        kv_heads: int,
+        norms: tuple[Tensor, Tensor, float] | None,
+        gain: Tensor | None,
+    ) -> Tensor | None:
+        """All of it by a compiled kernel, where there is one."""
+        return None
 
     @abstractmethod
     def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, probe: Probe | None) -> Tensor:
@@ -163,24 +177,27 @@ class Segments(Rows):
         masks = [self.kind.mask(start, count, cache.device) for start, count in spans]
         return [None if mask is None else additive(mask, cache.dtype) for mask in masks]
 
-    def attention(
+    @cached_property
+    def _turns(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all rows of all sequences of a batch."""
+        batch = self.caches[0].keys.shape[1]
+        return (self.cos, self.sin) if batch == 1 else (self.cos.repeat(batch, 1), self.sin.repeat(batch, 1))
+
+    def _compiled(
         self,
         layer: int,
         qkv: Tensor,
         heads: int,
         kv_heads: int,
-        *,
-        norms: tuple[Tensor, Tensor, float] | None = None,
-        gain: Tensor | None = None,
-        probe: Probe | None = None,
-    ) -> Tensor:
-        if self._requests is None or probe is not None:
-            return super().attention(layer, qkv, heads, kv_heads, norms=norms, gain=gain, probe=probe)
-        batch, kind = len(qkv), self.kind
-        turns = (self.cos, self.sin) if batch == 1 else (self.cos.repeat(batch, 1), self.sin.repeat(batch, 1))
-        gain = gain if gain is None or batch == 1 else gain.repeat(batch)
+        norms: tuple[Tensor, Tensor, float] | None,
+        gain: Tensor | None,
+    ) -> Tensor | None:
+        if self._requests is None:
+            return None
+        gain = gain if gain is None or len(qkv) == 1 else gain.repeat(len(qkv))
+        kind = self.kind
         return kernels.attend(
-            self._requests, layer, qkv.float(), heads, kv_heads, norms, gain, turns, kind.causal, kind.window
+            self._requests, layer, qkv.float(), heads, kv_heads, norms, gain, self._turns, kind.causal, kind.window
         )
 
     def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, probe: Probe | None) -> Tensor:
@@ -225,11 +242,16 @@ class FixedRows(Rows):
     def _hidden(self) -> Tensor:
         return ~self.kind.sees(self.at, self.keys)
 
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put keys/values [1, kv_heads, rows, head_dim] where the rows stand; returns views of all that are attended
+        over, [kv_heads, keys, head_dim]."""
+        layer_keys, layer_values = self.cache.keys[layer], self.cache.values[layer]
+        layer_keys.index_copy_(2, self.at, keys.to(layer_keys.dtype))
+        layer_values.index_copy_(2, self.at, values.to(layer_values.dtype))
+        return layer_keys[0, :, : self.keys], layer_values[0, :, : self.keys]
+
     def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, probe: Probe | None) -> Tensor:
-        all_keys, all_values = (
-            whole[layer].index_copy_(2, self.at, new.to(whole.dtype))[0, :, : self.keys]
-            for whole, new in ((self.cache.keys, keys), (self.cache.values, values))
-        )
+        all_keys, all_values = self.write(layer, keys, values)
         heads, rows, dim = query.shape[1:]
         kv_heads = len(all_keys)
         group = heads // kv_heads

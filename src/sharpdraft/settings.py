@@ -4,8 +4,10 @@ read, and the block, which is the lab's own loop's."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .drafters.checkpoint import read_json
 from .drafters.pard import is_pard
@@ -19,9 +21,16 @@ FROZEN = "frozen"
 
 def read_policy(path: Path) -> Policy:
     """The policy of a settings file. Raises SharpDraftError for a file that is missing or broken."""
+    with _reading(path) as settings:
+        return policy_from_settings(settings["policy"])
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    """The file's content; what is wrong with it, or with what is made of it, is one SharpDraftError."""
     try:
-        return policy_from_settings(json.loads(path.read_text(encoding="utf-8"))["policy"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SharpDraftError(f"{path} is not a settings file ({error}): mend or remove it") from error
 
 
@@ -43,10 +52,8 @@ def recommended_block(directory: Path, longest: int) -> int | None:
     path = directory / FILE
     if not path.exists():
         return None
-    try:
-        block = json.loads(path.read_text(encoding="utf-8")).get("block")
-    except (OSError, ValueError, AttributeError) as error:
-        raise SharpDraftError(f"{path} is not a settings file ({error}): mend or remove it") from error
+    with _reading(path) as settings:
+        block = settings.get("block")
     if block is not None and not (type(block) is int and 2 <= block <= longest):
         raise SharpDraftError(f"{path}: block is {block!r}, it must be from 2 to {longest}: mend or remove it")
     return block

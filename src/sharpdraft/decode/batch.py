@@ -14,7 +14,8 @@ from ..drafters.family import Drafter
 from ..errors import SharpDraftError
 from ..scale import Policy
 from ..target import Target
-from .loop import Round, Session, round_together
+from .loop import Session, round_together
+from .rounds import Round
 from .sampling import GREEDY, Sampling
 
 

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from ..attention import FixedRows
 from ..drafters.family import Drafter
+from .rounds import Round, Stopwatch
 from .sampling import broken_logits
 
 if TYPE_CHECKING:
-    from .loop import Round, Session
+    from .loop import Session
 
 _FEWEST_KEYS = 512
 
@@ -64,14 +65,11 @@ class FixedRounds:
             return self._round(stop)
 
     def _round(self, stop: Collection[int]) -> Round:
-        from .loop import Round
-
         session = self.session
         drafter = session.drafter if session.drafting else None
         start, anchor = len(session.tokens) - 1, session.tokens[-1]
         count = 0 if drafter is None else session.size - 1
-        if session.cache.length < start or (drafter is not None and session.drafts.length < start):
-            session._feed(start)
+        session._catch_up()
         began = time.perf_counter()
         keys = _FEWEST_KEYS
         while keys < start + count + 1:
@@ -96,13 +94,7 @@ class FixedRounds:
         if not numbers:
             raise broken_logits()
         self.at = start + accepted + 1, choice[accepted]
-        written = choice[: accepted + 1]
-        for i, token in enumerate(written):
-            if token in stop:
-                written = written[: i + 1]
-                break
-        session.tokens.extend(written)
-        session.cache.length = start + len(written)
+        written = session._take(choice[: accepted + 1], stop)
         if drafter is not None:
             drafter.accept_fixed(session.drafts, [anchor, *written[:-1]])
         drafting = clock.seconds() if drafter is not None else 0.0
@@ -174,26 +166,3 @@ class _Passes:
     verify: Callable[[], None]
     said: Tensor
     recorded: tuple[Callable[[], None], ...]
-
-
-class Stopwatch:
-    """Seconds of the first part of a round: by the device's own clock where it runs behind the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.times = [self._now()]
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def mark(self) -> None:
-        self.times.append(self._now())
-
-    def seconds(self) -> float:
-        """To be asked once the device has done both parts."""
-        first, second = self.times
-        return second - first if self.device.type != "cuda" else first.elapsed_time(second) / 1e3

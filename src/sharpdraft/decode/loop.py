@@ -18,26 +18,11 @@ from ..drafters.family import Drafter, MassProbe, likeliest
 from ..errors import SharpDraftError
 from ..scale import Policy
 from ..target import Target
-from .fixed import FixedRounds, Stopwatch
+from .fixed import FixedRounds
+from .rounds import Round, Stopwatch
 from .sampling import GREEDY, Sampler, Sampling, broken_logits
 
 _PREFILL_ROWS = 512
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round: what it wrote, at which context length (Keys before its anchor), and the seconds it took.
-
-    `accepted` counts the drafts that were written; the last of `tokens` is the target's own, or the stop token
-    that cut the round short.
-    """
-
-    tokens: tuple[int, ...]
-    context: int
-    drafted: int
-    accepted: int
-    draft_seconds: float
-    verify_seconds: float
 
 
 @dataclass
@@ -135,6 +120,22 @@ class Session:
                 drafter.observe([self.drafts], [chunk], features)
         return logits
 
+    def _catch_up(self) -> None:
+        """Read what was written with `drafting` or all reading off, up to the last token, which stays unread."""
+        start = len(self.tokens) - 1
+        drafting = self.drafting and self.drafter is not None
+        if self.cache.length < start or (drafting and self.drafts.length < start):
+            self._feed(start)
+
+    def _take(self, written: list[int], stop: Collection[int]) -> list[int]:
+        """Write a round's tokens, none behind a stop token; Keys of refused drafts lie beyond the cache's length then
+        and are overwritten."""
+        ends = (i + 1 for i, token in enumerate(written) if token in stop)
+        written = written[: next(ends, None)]
+        self.cache.length = len(self.tokens) - 1 + len(written)
+        self.tokens.extend(written)
+        return written
+
     def prefill(self, prompt: Sequence[int]) -> int:
         """Read a prompt and write the first token of its answer."""
         began = time.perf_counter()
@@ -201,9 +202,7 @@ def round_together(
     """
     target, drafter = sessions[0].target, sessions[0].drafter
     for session in sessions:
-        start = len(session.tokens) - 1
-        if session.cache.length < start or (session.drafting and drafter and session.drafts.length < start):
-            session._feed(start)
+        session._catch_up()
     began = time.perf_counter()
     clock = Stopwatch(target.device)
     # draft: the block's tail may be shorter where little is left to write
@@ -247,15 +246,8 @@ def round_together(
         start = len(session.tokens) - 1
         anchor, *block = said[first : first + count]
         own_best = said[len(ids) + first :][:count]
-        # accept: drafts while they hold, then the target's own token
-        written = session.sampler.verify(own, session.tokens, block, own_best)
-        for i, token in enumerate(written):
-            if token in stop:
-                written = written[: i + 1]
-                break
-        session.tokens.extend(written)
-        # roll back: Keys of refused drafts lie beyond the length and are overwritten
-        session.cache.length = start + len(written)
+        # accept: drafts while they hold, then the target's own token; roll back the rest
+        written = session._take(session.sampler.verify(own, session.tokens, block, own_best), stop)
         if session.drafting and drafter is not None:
             read.append([anchor, *written[:-1]])
             kept.append(torch.arange(first, first + len(written)))

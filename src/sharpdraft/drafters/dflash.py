@@ -31,7 +31,7 @@ from ..mass import attention_mass
 from ..scale import Policy
 from ..target import Target
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
-from .family import MassProbe, Pick
+from .family import MassProbe, Pick, likeliest
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -210,7 +210,7 @@ class DFlash:
         ids = torch.cat((anchor, anchor.new_full((count,), self.mask_token)))[None]
         where = {kind: FixedRows(cache, start, count + 1, keys, self.rotary, kind) for kind in set(self.kinds)}
         final = self._block(ids, where, [policy], None)
-        return self.target.head(final[:, 1:])[0].argmax(-1)
+        return likeliest(self.target.head(final[:, 1:])[0], None)
 
     def observe_fixed(
         self, cache: KVCache, start: Tensor, tokens: Tensor, features: Sequence[Tensor], keys: int

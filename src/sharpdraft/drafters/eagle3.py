@@ -296,9 +296,8 @@ class Eagle3:
         states = self._fused(features)
         before = torch.cat((cache.states.index_select(0, start - 1), states[:-1]))
         rows = FixedRows(cache, start - 1, len(tokens), keys, self.rotary)
-        _, *pairs = self._qkv(self._row(before[None], tokens[None]), rows)
-        for whole, new in zip((cache.keys, cache.values), pairs, strict=True):
-            whole[0].index_copy_(2, rows.at, new)
+        _, pair_keys, pair_values = self._qkv(self._row(before[None], tokens[None]), rows)
+        rows.write(0, pair_keys, pair_values)
         cache.states.index_copy_(0, rows.at + 1, states)
         cache.tokens.index_copy_(0, rows.at + 1, tokens)
 

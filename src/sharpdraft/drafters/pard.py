@@ -23,7 +23,7 @@ from ..errors import SharpDraftError
 from ..scale import Policy
 from ..target import Target
 from .checkpoint import other_target, read_json
-from .family import MassProbe, Pick
+from .family import MassProbe, Pick, likeliest
 
 _DRAFTS = 7  # Where the config does not say how many it was trained for (`num_drafts`, which is ours).
 _LONGEST = 32
@@ -161,7 +161,7 @@ class Pard:
         ids = torch.cat((read, anchor, anchor.new_full((count - 1,), self.mask_token)))[None]
         where = FixedRows(cache.keys, start - known, known + count, keys, self.model.rotary)
         logits, _, _ = self.model.run(ids, where, wanted=slice(-count, None), policies=[policy])
-        return logits[0, :, : self.vocab_size].argmax(-1)
+        return likeliest(logits[0, :, : self.vocab_size], None)
 
     def observe_fixed(
         self, cache: TokenCache, start: Tensor, tokens: Tensor, features: Sequence[Tensor], keys: int

@@ -125,6 +125,11 @@ def requests(caches: Sequence[KVCache], starts: Sequence[int], counts: Sequence[
     return (Request * len(found))(*found)
 
 
+def widest() -> ctypes.CDLL | None:
+    """The kernels with the widest vectors there are, for steps that take rows of any size."""
+    return library_for(16)
+
+
 def library_for(dim: int) -> ctypes.CDLL | None:
     """The kernels for heads of `dim`."""
     width = lanes(dim)
@@ -174,7 +179,7 @@ def attend(
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`hidden + delta`, perhaps in the memory of `hidden`, and its root mean square norm; all [..., size]."""
-    if _plain(hidden, delta, weight) and (kernels := library(8)) is not None:
+    if _plain(hidden, delta, weight) and (kernels := widest()) is not None:
         size = hidden.shape[-1]
         normed = torch.empty_like(hidden)
         rows = hidden.numel() // size
@@ -189,7 +194,7 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
 
 def gated(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of [..., 2 * size], gates first."""
-    if _plain(gate_up) and (kernels := library(8)) is not None:
+    if _plain(gate_up) and (kernels := widest()) is not None:
         size = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], size)
         kernels.sharpdraft_gated(gate_up.data_ptr(), gate_up.numel() // (2 * size), size, out.data_ptr())

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #ifdef _OPENMP
@@ -116,12 +117,19 @@ struct Sight {
     }
 };
 
-// Root mean square norm over one head, in place.
-void norm(float *x, const float *weight, float eps, int64_t dim) {
+// One over the root mean square of `size` values.
+inline float inverse_rms(const float *x, int64_t size, float eps) {
     Vec squares{};
-    for (int64_t i = 0; i < dim; i += W) squares += load(x + i) * load(x + i);
-    float scale = 1 / std::sqrt(sum(squares) / dim + eps);
-    for (int64_t i = 0; i < dim; i += W) store(x + i, load(x + i) * scale * load(weight + i));
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + W <= size; i += W) squares += load(x + i) * load(x + i);
+    for (; i < size; i++) rest += x[i] * x[i];
+    return 1 / std::sqrt((sum(squares) + rest) / size + eps);
+}
+
+void norm(const float *x, const float *weight, float eps, int64_t size, float *out) {
+    float scale = inverse_rms(x, size, eps);
+    for (int64_t i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
 }
 
 // x turned to its position; the first half of `sine` carries its sign.
@@ -150,44 +158,29 @@ struct Ahead {
     int64_t lines;
 };
 
-template <int Q, int COLUMNS>
-inline void scores(const float *query, const float *turned, int64_t dim, Ahead ahead, float *out) {
-    for (int column = 0; column < BLOCK; column += COLUMNS * W) {
+// out [Q, columns] = first * out + left [Q, steps] right [steps, columns], rows of each so many floats apart; first: a
+// factor for each row, null for zero. FETCH: whether to fetch ahead on the way.
+template <int Q, int COLUMNS, bool FETCH>
+inline void multiply(const float *left, int64_t left_stride, const float *right, int64_t right_stride, int64_t steps,
+                     int64_t columns, const float *first, Ahead ahead, float *out) {
+    for (int64_t column = 0; column < columns; column += COLUMNS * W) {
         Vec acc[Q][COLUMNS];
-        UNROLL for (int q = 0; q < Q; q++) UNROLL for (int c = 0; c < COLUMNS; c++) acc[q][c] = Vec{};
-        for (int64_t d = 0; d < dim; d++) {
-            for (int64_t line = d * ahead.lines; column == 0 && line < (d + 1) * ahead.lines; line++) {
+        UNROLL for (int q = 0; q < Q; q++) UNROLL for (int c = 0; c < COLUMNS; c++)
+            acc[q][c] = first ? load(out + q * right_stride + column + c * W) * first[q] : Vec{};
+        for (int64_t step = 0; step < steps; step++) {
+            for (int64_t line = step * ahead.lines; FETCH && column == 0 && line < (step + 1) * ahead.lines; line++) {
                 __builtin_prefetch(ahead.keys + line * LINE);
                 __builtin_prefetch(ahead.values + line * LINE);
             }
-            Vec key[COLUMNS];
-            UNROLL for (int c = 0; c < COLUMNS; c++) key[c] = load(turned + d * BLOCK + column + c * W);
+            Vec each[COLUMNS];
+            UNROLL for (int c = 0; c < COLUMNS; c++) each[c] = load(right + step * right_stride + column + c * W);
             UNROLL for (int q = 0; q < Q; q++) {
-                Vec own = all(query[q * dim + d]);
-                UNROLL for (int c = 0; c < COLUMNS; c++) acc[q][c] += own * key[c];
+                Vec own = all(left[q * left_stride + step]);
+                UNROLL for (int c = 0; c < COLUMNS; c++) acc[q][c] += own * each[c];
             }
         }
         UNROLL for (int q = 0; q < Q; q++) UNROLL for (int c = 0; c < COLUMNS; c++)
-            store(out + q * BLOCK + column + c * W, acc[q][c]);
-    }
-}
-
-template <int Q, int COLUMNS>
-inline void mix(const float *weights, const float *values, int64_t keys, int64_t dim, const float *shrink, float *out) {
-    for (int64_t column = 0; column < dim; column += COLUMNS * W) {
-        Vec acc[Q][COLUMNS];
-        UNROLL for (int q = 0; q < Q; q++) UNROLL for (int c = 0; c < COLUMNS; c++)
-            acc[q][c] = load(out + q * dim + column + c * W) * shrink[q];
-        for (int64_t k = 0; k < keys; k++) {
-            Vec value[COLUMNS];
-            UNROLL for (int c = 0; c < COLUMNS; c++) value[c] = load(values + k * dim + column + c * W);
-            UNROLL for (int q = 0; q < Q; q++) {
-                Vec own = all(weights[q * BLOCK + k]);
-                UNROLL for (int c = 0; c < COLUMNS; c++) acc[q][c] += own * value[c];
-            }
-        }
-        UNROLL for (int q = 0; q < Q; q++) UNROLL for (int c = 0; c < COLUMNS; c++)
-            store(out + q * dim + column + c * W, acc[q][c]);
+            store(out + q * right_stride + column + c * W, acc[q][c]);
     }
 }
 
@@ -197,7 +190,7 @@ void attend_block(const Request &request, Sight sight, const float *query, const
                   int64_t first, int64_t keys, int64_t row, int64_t dim, Ahead ahead, float *top, float *total,
                   float *out) {
     alignas(64) float score[Q * BLOCK], shrink[W] = {};
-    scores<Q, ACCUMULATORS / TILE>(query, turned, dim, ahead, score);
+    multiply<Q, ACCUMULATORS / TILE, true>(query, dim, turned, BLOCK, dim, BLOCK, nullptr, ahead, score);
     int64_t length = request.start + request.count;
     for (int q = 0; q < Q; q++) {
         float *own = score + q * BLOCK;
@@ -225,10 +218,13 @@ void attend_block(const Request &request, Sight sight, const float *query, const
         total[q] = total[q] * shrink[q] + (top[q] == HIDDEN ? 0.0f : sum(sums));
     }
     int64_t vectors = dim / W;
-    if (vectors % 4 == 0) mix<Q, 4>(score, values, keys, dim, shrink, out);
-    else if (vectors % 3 == 0) mix<Q, 3>(score, values, keys, dim, shrink, out);
-    else if (vectors % 2 == 0) mix<Q, 2>(score, values, keys, dim, shrink, out);
-    else mix<Q, 1>(score, values, keys, dim, shrink, out);
+    auto mix = [&](auto width) {
+        multiply<Q, width.value, false>(score, BLOCK, values, dim, keys, dim, shrink, {}, out);
+    };
+    if (vectors % 4 == 0) mix(std::integral_constant<int, 4>());
+    else if (vectors % 3 == 0) mix(std::integral_constant<int, 3>());
+    else if (vectors % 2 == 0) mix(std::integral_constant<int, 2>());
+    else mix(std::integral_constant<int, 1>());
 }
 
 void attend_part(const Request &request, const Part &part, int64_t layer, Sight sight, const float *queries,
@@ -334,7 +330,7 @@ extern "C" void sharpdraft_attend(int64_t count, const Request *requests, int64_
             for (int64_t head = 0; head < all_heads; head++) {
                 float *own = qkv + (row * all_heads + head) * dim;
                 if (head < heads) {
-                    if (q_norm) norm(own, q_norm, eps, dim);
+                    if (q_norm) norm(own, q_norm, eps, dim, own);
                     if (gain) {
                         Vec more = all(gain[row * gain_stride]);
                         for (int64_t d = 0; d < dim; d += W) store(own + d, load(own + d) + more * load(own + d));
@@ -343,7 +339,7 @@ extern "C" void sharpdraft_attend(int64_t count, const Request *requests, int64_
                     int64_t to = rows_data[i] * heads + (head / group * group + head % group) * request.count + line;
                     rotate(own, turn, sines, query_data + to * dim, dim, scale);
                 } else if (head < heads + kv_heads) {
-                    if (k_norm) norm(own, k_norm, eps, dim);
+                    if (k_norm) norm(own, k_norm, eps, dim, own);
                     rotate(own, turn, sines, request.keys + at + (head - heads) * request.head_stride, dim, 1);
                 } else {
                     std::copy(own, own + dim, request.values + at + (head - heads - kv_heads) * request.head_stride);
@@ -446,22 +442,10 @@ extern "C" void sharpdraft_add_norm(float *hidden, const float *delta, const flo
                                     int64_t size, float *normed) {
 #pragma omp parallel for schedule(static) if (rows > 16)
     for (int64_t row = 0; row < rows; row++) {
-        float *own = hidden + row * size, *out = normed + row * size;
+        float *own = hidden + row * size;
         const float *added = delta ? delta + row * size : nullptr;
-        Vec squares{};
-        int64_t i = 0;
-        float rest = 0;
-        for (; i + W <= size; i += W) {
-            Vec x = load(own + i);
-            if (added) store(own + i, x += load(added + i));
-            squares += x * x;
-        }
-        for (; i < size; i++) {
-            if (added) own[i] += added[i];
-            rest += own[i] * own[i];
-        }
-        float scale = 1 / std::sqrt((sum(squares) + rest) / size + eps);
-        for (i = 0; i < size; i++) out[i] = own[i] * scale * weight[i];
+        for (int64_t i = 0; added && i < size; i++) own[i] += added[i];
+        norm(own, weight, eps, size, normed + row * size);
     }
 }
 

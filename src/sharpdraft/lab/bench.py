@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from ..decode.loop import Round, Session, replay
+from ..decode.loop import Session, replay
+from ..decode.rounds import Round
 from ..decode.sampling import GREEDY, Sampling
 from ..drafters.dflash import DFlash
 from ..drafters.family import Drafter
 from ..errors import SharpDraftError
-from ..kernels import library
+from ..kernels import widest
 from ..scale import Constant, FixedSlope, Policy
 from .several import Several
 from .tasks import Recording, Task
@@ -169,7 +170,7 @@ def machine() -> dict[str, Any]:
     return {
         "device": device,
         "threads": torch.get_num_threads(),
-        "kernels": library(8) is not None,
+        "kernels": widest() is not None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
