@@ -13,13 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from conftest import PROMPT, VOCAB, Tiny, make_drafter, make_model
 from sharpdraft import FixedSlope
-from sharpdraft.attention import Segments
 from sharpdraft.decode.batch import Batch, Request
 from sharpdraft.decode.loop import Session, round_together
 from sharpdraft.decode.sampling import GREEDY, Sampling
 from sharpdraft.drafters.eagle3 import Eagle3
 from sharpdraft.drafters.pard import Pard
 from sharpdraft.errors import SharpDraftError
+from sharpdraft.stack import Stack
 from sharpdraft.target import Target
 from test_families import eagle_config, eagle_tensors, make_pard
 
@@ -74,18 +74,17 @@ def test_a_request_writes_in_company_what_it_writes_alone(family: str, policy: A
 def test_every_row_is_counted_by_its_own_request(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gain that is the count itself: a causal drafter's rows of a request at p see p + 1, p + 2, ... Keys."""
     seen: list[list[float]] = []
-    right = Segments.attention
+    right = Stack.run
 
-    def noting(self: Segments, *args: Any, gain: torch.Tensor | None = None, **rest: Any) -> torch.Tensor:
-        if gain is not None:
-            seen.append(gain.tolist())
-        return right(self, *args, gain=None, **rest)
+    def noting(self: Stack, hidden: Any, where: Any, gains: Any, **rest: Any) -> Any:
+        seen.extend(gain.tolist() for gain in gains.values() if gain is not None)
+        return right(self, hidden, where, dict.fromkeys(gains), **rest)
 
     class Count:
         def gain(self, keys: torch.Tensor) -> torch.Tensor:
             return keys.float()
 
-    monkeypatch.setattr(Segments, "attention", noting)
+    monkeypatch.setattr(Stack, "run", noting)
     drafter = DRAFTERS["eagle3"](llama.target)
     sessions = [Session(llama.target, drafter, Count(), block=4) for _ in range(3)]
     for session, length in zip(sessions, (5, 40, 17), strict=True):

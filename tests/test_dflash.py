@@ -29,7 +29,7 @@ from conftest import (
     make_model,
     propose,
 )
-from sharpdraft import attention
+from sharpdraft import attention, kernels
 from sharpdraft.attention import LayerKind, Rotary, additive, attend, rotate
 from sharpdraft.decode.cache import KVCache
 from sharpdraft.decode.loop import Session
@@ -574,16 +574,19 @@ def test_keys_that_a_mask_hides_are_never_taken_for_visible(llama: Tiny, monkeyp
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear_with_and_without_packed_weights(bias: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.inference_mode()
+def test_linear_in_any_layout(bias: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     weight, offset = torch.randn(24, 16), torch.randn(24) if bias else None
-    packed, plain = Linear(weight, offset), Linear(weight, offset, pack=False)
-    assert plain.packed is None
+    if not compiled:
+        monkeypatch.setattr(kernels, "library", lambda lanes: None)
+    layer = Linear(weight, offset)
+    assert torch.equal(layer.weight, weight)
     for rows in (1, 2, 3, 8, 31, 128, 129, 300):
-        for x in (torch.randn(rows, 16), torch.randn(1, rows, 16), torch.randn(2, rows, 16)):
+        for x in (torch.randn(rows, 16), torch.randn(1, rows, 16), torch.randn(2, 16, rows).transpose(1, 2)):
             expected = x.double() @ weight.double().T + (0 if offset is None else offset.double())
-            for layer in (packed, plain):
-                torch.testing.assert_close(layer(x), expected.float(), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(layer(x), expected.float(), rtol=1e-4, atol=1e-4)
     half = Linear(weight.bfloat16(), None if offset is None else offset.bfloat16())
     assert half(torch.randn(5, 16)).dtype == torch.bfloat16
 

@@ -141,14 +141,14 @@ def test_logits_that_are_no_numbers_are_refused_and_nothing_is_lost() -> None:
     session, loop = (Session(target, make_drafter(target)) for _ in range(2))
     for each in (session, loop):
         each.prefill(list(range(20)))
-    rounds, norm = FixedRounds(session), target.norm
+    rounds, norm = FixedRounds(session), target.stack.norm
     for _ in range(2):
-        target.norm = norm * torch.nan
+        target.stack.norm = norm * torch.nan
         with pytest.raises(SharpDraftError, match="NaN"):
             rounds.round(())
         with pytest.raises(SharpDraftError, match="NaN"):
             round_together([loop], [50], [()])
-        target.norm = norm
+        target.stack.norm = norm
         assert shown(rounds.round(())) == shown(round_together([loop], [50], [()])[0])
     assert session.tokens == loop.tokens
 

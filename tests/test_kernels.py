@@ -19,9 +19,10 @@ from conftest import Tiny
 from sharpdraft import FixedSlope, Session, kernels, mask_keys
 from sharpdraft.attention import CAUSAL, LayerKind, Rotary, Segments
 from sharpdraft.decode.cache import KVCache
-from sharpdraft.kernels import add_norm, gated, library, linear
+from sharpdraft.kernels import add_norm, gated, library
 from sharpdraft.linear import Linear
 from sharpdraft.scale import Constant, Policy
+from sharpdraft.stack import Layer, Stack
 
 compiled = pytest.mark.skipif(library(8) is None, reason="no C++ compiler here")
 CAPACITY = 440
@@ -155,36 +156,129 @@ def test_gains_are_the_policys_at_the_keys_each_row_sees(
 
 
 @compiled
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("width", [8, 16])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.integers(1, 4), min_size=0, max_size=1),
-    st.integers(1, 19),
     st.integers(1, 40),
-    st.integers(1, 70),
+    st.integers(1, 90),
+    st.integers(1, 140),
     st.booleans(),
     st.booleans(),
 )
-def test_linear(lead: list[int], rows: int, vectors: int, outs: int, narrow: bool, biased: bool) -> None:
-    torch.manual_seed(rows + vectors + outs)
-    x, weight = torch.randn(*lead, rows, 8 * vectors), torch.randn(outs, 8 * vectors)
-    weight = weight.bfloat16() if narrow else weight
+def test_linear(
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+    lead: list[int],
+    rows: int,
+    size: int,
+    outs: int,
+    narrow: bool,
+    biased: bool,
+) -> None:
+    """Any number of rows, inputs and outputs; a row is to the bit the same whatever rows it comes with."""
+    assume(width == 8 or torch.backends.cpu.get_cpu_capability() == "AVX512")
+    torch.manual_seed(rows + size + outs)
+    x, weight = torch.randn(*lead, rows, size), torch.randn(outs, size)
+    weight = weight.bfloat16().float() if narrow else weight
     bias = torch.randn(outs) if biased else None
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    found = linear(x, weight, bias)
-    assert found is not None
+    layer = Linear(weight, bias)
+    assert layer.panels is not None and torch.equal(layer.weight, weight)
+    assert layer.panels.dtype == (torch.bfloat16 if torch.equal(weight.bfloat16().float(), weight) else torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "widest", lambda: library(width))
+        found, first = layer(x), layer(x[..., :1, :])
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
+    assert torch.equal(first, found[..., :1, :])
 
 
 @compiled
-def test_weights_that_bfloat16_holds_are_read_as_such_and_others_are_not() -> None:
+def test_weights_that_bfloat16_holds_are_kept_as_such_and_no_weight_twice() -> None:
     torch.manual_seed(0)
-    weight = torch.randn(48, 32)
-    exact, inexact = Linear(weight.bfloat16().float()), Linear(weight)
-    assert exact.narrow is not None and inexact.narrow is None
-    for rows in (1, 5, 8, 9, 200):
-        x = torch.randn(rows, 32)
-        for layer in (exact, inexact):
-            torch.testing.assert_close(layer(x), (x.double() @ layer.weight.double().T).float(), rtol=1e-4, atol=1e-4)
+    weight = torch.randn(64, 32)
+    for exact in (True, False):
+        layer = Linear(weight.bfloat16().float() if exact else weight)
+        kept = [each for each in vars(layer).values() if isinstance(each, Tensor)]
+        assert sum(each.nbytes for each in kept) == 64 * 32 * (2 if exact else 4)
+
+
+def some_stack(kinds: list[LayerKind], normed: bool, biased: bool, dim: int) -> Stack:
+    """Layers of random weights, 4 heads in 2 groups, 40 wide; the first projects rows of 56 if it is `normed`."""
+    rng = torch.Generator().manual_seed(len(kinds) + dim)
+    size, inner = 40, 72
+
+    def weight(outs: int, ins: int) -> Linear:
+        bias = torch.randn(outs, generator=rng) if biased else None
+        return Linear(torch.randn(outs, ins, generator=rng) / ins**0.5, bias)
+
+    layers = [
+        Layer(
+            attn_norm=torch.rand(size, generator=rng),
+            qkv=weight(8 * dim, 56 if normed and i == 0 else size),
+            q_norm=torch.rand(dim, generator=rng) if biased else None,
+            k_norm=torch.rand(dim, generator=rng) if biased else None,
+            out=weight(size, 4 * dim),
+            mlp_norm=torch.rand(size, generator=rng),
+            gate_up=weight(2 * inner, size),
+            down=weight(size, inner),
+            kind=kind,
+        )
+        for i, kind in enumerate(kinds)
+    ]
+    return Stack(layers, torch.rand(size, generator=rng), 4, 2, 1e-5)
+
+
+@compiled
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from([CAUSAL, LayerKind(False), LayerKind(True, 20)]), min_size=1, max_size=3),
+    spans=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 20)), min_size=1, max_size=3),
+    batch=st.integers(1, 2),
+    normed=st.booleans(),
+    biased=st.booleans(),
+    policy=st.sampled_from(POLICIES),
+    dim=st.sampled_from([8, 16, 24]),
+    taps=st.sets(st.integers(0, 2)),
+)
+def test_a_pass_in_one_call_is_layer_by_layer(
+    kinds: list[LayerKind],
+    spans: list[tuple[int, int]],
+    batch: int,
+    normed: bool,
+    biased: bool,
+    policy: Policy | None,
+    dim: int,
+    taps: set[int],
+) -> None:
+    batch = batch if len(spans) == 1 else 1
+    stack, taps = some_stack(kinds, normed, biased, dim), {tap for tap in taps if tap < len(kinds)}
+    rotary = Rotary(LlamaRotaryEmbedding(LlamaConfig(hidden_size=dim, num_attention_heads=1, head_dim=dim)), CAPACITY)
+    rng = torch.Generator().manual_seed(0)
+    rows = sum(count for _, count in spans)
+    hidden = torch.randn(batch, rows, 40, generator=rng)
+    given_rows = torch.randn(batch, rows, 56, generator=rng) if normed else None
+    found: list[list[Tensor]] = []
+    for by_layer in (False, True):
+        caches = [KVCache(3, 2, dim, CAPACITY, batch=batch) for _ in spans]
+        for cache, (start, _) in zip(caches, spans, strict=True):
+            cache.keys.copy_(filled(2, dim, start, 0, batch).keys[:1])
+            cache.values.copy_(filled(2, dim, start, 1, batch).values[:1])
+        where: dict[LayerKind, Any] = {
+            kind: Segments(caches, [s for s, _ in spans], [c for _, c in spans], rotary, kind) for kind in kinds
+        }
+        gains = {kind: each.gains([policy] * len(spans)) for kind, each in where.items()}
+        run = stack.run if by_layer else stack._compiled
+        with pytest.MonkeyPatch.context() as patch:
+            if by_layer:
+                patch.setattr(stack, "_compiled", lambda *args: None)
+            done = run(hidden.clone(), where, gains, normed=given_rows, taps=taps)
+        assert done is not None and set(done[2]) == taps
+        written = [each for cache in caches for each in (cache.keys, cache.values)]
+        found.append([*done[:2], *(done[2][tap] for tap in sorted(taps)), *written])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
+    assert not found[0][0].isnan().any()
 
 
 @compiled
@@ -207,10 +301,11 @@ def test_add_norm_and_gated(rows: int, size: int, added: bool, scale: float) -> 
 def test_gradients_are_left_to_pytorch() -> None:
     """Training runs the same functions."""
     with torch.inference_mode(False), torch.enable_grad():
-        x, weight = torch.randn(2, 16, requires_grad=True), torch.ones(16)
-        assert linear(x, torch.randn(8, 16), None) is None
-        hidden, normed = add_norm(x, x, weight, 1e-5)
-        (hidden.sum() + normed.sum() + gated(x).sum()).backward()
+        x, norm = torch.randn(2, 16, requires_grad=True), torch.ones(16)
+        weight = torch.randn(8, 16)
+        torch.testing.assert_close(Linear(weight)(x), F.linear(x, weight))
+        hidden, normed = add_norm(x, x, norm, 1e-5)
+        (hidden.sum() + normed.sum() + gated(x).sum() + Linear(weight)(x).sum()).backward()
         assert x.grad is not None
 
 

@@ -80,6 +80,8 @@ class Rows(ABC):
 
     cos: Tensor
     sin: Tensor
+    place: kernels.Place | None = None
+    """Where they stand, for compiled kernels; None where there are none for them."""
 
     @abstractmethod
     def gains(self, policies: Sequence[Policy | None]) -> Tensor | None:
@@ -178,10 +180,13 @@ class Segments(Rows):
         return [None if mask is None else additive(mask, cache.dtype) for mask in masks]
 
     @cached_property
-    def _turns(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of all rows of all sequences of a batch."""
-        batch = self.caches[0].keys.shape[1]
-        return (self.cos, self.sin) if batch == 1 else (self.cos.repeat(batch, 1), self.sin.repeat(batch, 1))
+    def place(self) -> kernels.Place | None:  # type: ignore[override]
+        if self._requests is None:
+            return None
+        turns, batch = (self.cos, self.sin), self.caches[0].keys.shape[1]
+        if batch > 1:
+            turns = (self.cos.repeat(batch, 1), self.sin.repeat(batch, 1))
+        return kernels.Place(self._requests, turns)
 
     def _compiled(
         self,
@@ -192,13 +197,11 @@ class Segments(Rows):
         norms: tuple[Tensor, Tensor, float] | None,
         gain: Tensor | None,
     ) -> Tensor | None:
-        if self._requests is None:
+        if self.place is None:
             return None
         gain = gain if gain is None or len(qkv) == 1 else gain.repeat(len(qkv))
         kind = self.kind
-        return kernels.attend(
-            self._requests, layer, qkv.float(), heads, kv_heads, norms, gain, self._turns, kind.causal, kind.window
-        )
+        return kernels.attend(self.place, layer, qkv.float(), heads, kv_heads, norms, gain, kind.causal, kind.window)
 
     def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, probe: Probe | None) -> Tensor:
         parts = []

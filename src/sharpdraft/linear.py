@@ -1,4 +1,4 @@
-"""Linear layers for few rows: the weight layouts that decoding needs, chosen once at load."""
+"""Linear layers: the weight layout that decoding needs, chosen once at load."""
 
 from __future__ import annotations
 
@@ -14,39 +14,43 @@ from . import kernels
 # Up to this many rows oneDNN's blocked layout beats the plain one on CPUs; from how many on is measured.
 _PACKED_UP_TO = 128
 _PACK_FOR = 8
-# More rows than these are compute-bound, which is oneDNN's business.
-_KERNEL_UP_TO = 8
 
 
 class Linear:
-    """`x @ weight.T + bias`, with what makes it fast for few rows on a CPU: the compiled kernel, and an extra copy of
-    the weights in oneDNN's blocked layout.
+    """`x @ weight.T + bias`, the weight in the layout that is fastest where it is.
 
     weight: [out, in]; bias: [out] or None. Calls take x [..., in] of any floating dtype and return [..., out]
-    in the weight's dtype, in which the product runs. float32 weights that bfloat16 holds exactly, as most published
-    ones are, are read as such, which is half the memory; the product is the same.
+    in the weight's dtype, in which the product runs.
+
+    On a CPU with compiled kernels float32 weights are kept in their panels and in no other way, and those that bfloat16
+    holds exactly, as most published ones are, in half the memory; the product is the same. Other weights on a CPU have
+    a copy in oneDNN's blocked layout beside them.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = True) -> None:
-        self.weight = weight.detach().contiguous()
-        self.bias = None if bias is None else bias.detach()
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        weight = weight.detach().contiguous()
+        self.outs, self.dtype = len(weight), weight.dtype
+        self.bias = None if bias is None else bias.detach().contiguous()
+        self.panels = kernels.panels(weight)
+        self.plain = weight if self.panels is None else None
         self.packed: Tensor | None = None
-        self.narrow: Tensor | None = None
-        if pack and weight.device.type == "cpu" and _onednn() and _fast(weight.dtype):
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACK_FOR)
+        if self.plain is not None and weight.device.type == "cpu" and _onednn() and _fast(weight.dtype):
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_FOR)
             self.packed_rows = range(packed_from(weight.dtype), _PACKED_UP_TO + 1)
-        if pack and weight.device.type == "cpu" and weight.dtype == torch.float32:
-            narrow = self.weight.bfloat16()
-            self.narrow = narrow if torch.equal(narrow.float(), self.weight) else None
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [out, in]; made from the panels, where those are what is kept."""
+        if self.plain is not None:
+            return self.plain
+        assert self.panels is not None
+        return self.panels.transpose(1, 2).flatten(0, 1)[: self.outs].to(self.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        x, rows = x.to(self.weight.dtype), x.numel() // x.shape[-1]
-        blocked = self.packed is not None and rows in self.packed_rows
-        if rows <= _KERNEL_UP_TO and (self.narrow is not None or not blocked):
-            weight = self.weight if self.narrow is None else self.narrow
-            if (out := kernels.linear(x, weight, self.bias)) is not None:
-                return out
-        if blocked:
+        x = x.to(self.dtype).contiguous()
+        if self.panels is not None and (out := kernels.linear(x, self.panels, self.outs, self.bias)) is not None:
+            return out
+        if self.packed is not None and x.numel() // x.shape[-1] in self.packed_rows:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
@@ -57,9 +61,8 @@ def gated_mlp(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
 
 
 @cache
-@torch.no_grad()  # Kernels do not run where gradients are recorded.
-def packed_from(dtype: torch.dtype = torch.float32) -> int:
-    """Rows from which on the blocked layout is faster here than the plain one, 1 to 3: measured once in a process.
+def packed_from(dtype: torch.dtype) -> int:
+    """Rows from which on oneDNN's blocked layout is faster here than the plain one, 1 to 3: measured once in a process.
 
     The weights measured on are larger together than a cache.
     """
@@ -75,7 +78,7 @@ def packed_from(dtype: torch.dtype = torch.float32) -> int:
                 for plain, reordered in zip(weights, packed, strict=True):
                     if blocked:
                         torch.ops.mkldnn._linear_pointwise(x, reordered, None, "none", [], "")
-                    elif dtype != torch.float32 or kernels.linear(x, plain, None) is None:
+                    else:
                         F.linear(x, plain)
                 times.append(time.perf_counter() - began)
         # The fastest of each: other work on the machine only ever adds.

@@ -7,7 +7,6 @@ preallocated Keys, so that prefill, single-token decoding and verification are o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,27 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import Rotary, Rows, Segments
+from .attention import CAUSAL, Rotary, Rows, Segments
 from .decode.cache import KVCache
 from .errors import SharpDraftError
-from .kernels import add_norm
-from .linear import Linear, gated_mlp
+from .linear import Linear
 from .mass import attention_mass
 from .scale import Policy
+from .stack import Layer, Stack
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-
-
-@dataclass
-class _Layer:
-    attn_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
 
 
 class Target:
@@ -76,11 +63,11 @@ class Target:
         self.embedding: Tensor = body.embed_tokens.weight.detach()
         self.device = self.embedding.device
         self.dtype = self.embedding.dtype
-        self.layers = []
+        layers = []
         for block in body.layers:
             attn, mlp = block.self_attn, block.mlp
-            self.layers.append(
-                _Layer(
+            layers.append(
+                Layer(
                     attn_norm=block.input_layernorm.weight.detach(),
                     qkv=linear(attn.q_proj, attn.k_proj, attn.v_proj),
                     q_norm=attn.q_norm.weight.detach() if hasattr(attn, "q_norm") else None,
@@ -91,7 +78,7 @@ class Target:
                     down=linear(mlp.down_proj),
                 )
             )
-        self.norm: Tensor = body.norm.weight.detach()
+        self.stack = Stack(layers, body.norm.weight.detach(), self.heads, self.kv_heads, self.eps)
         self.head = Linear(model.lm_head.weight)
         self.rotary = Rotary(body.rotary_emb, self.max_positions, self.device)
 
@@ -155,31 +142,21 @@ class Target:
         probe: Callable[[int, Tensor], None] | None = None,
     ) -> tuple[Tensor, list[Tensor], Tensor]:
         """The passes of `forward` wherever their rows stand; how many Keys a cache holds is the caller's to count."""
-        gain = where.gains(policies)
-        hidden = F.embedding(ids, self.embedding)
-        delta: Tensor | None = None
-        tapped: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            hidden, normed = add_norm(hidden, delta, layer.attn_norm, self.eps)
-            if index - 1 in taps:
-                tapped[index - 1] = hidden.clone()
-            norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm, self.eps)
-            shown = None if probe is None else partial(_show, probe, index, wanted)
-            mixed = where.attention(
-                index, layer.qkv(normed), self.heads, self.kv_heads, norms=norms, gain=gain, probe=shown
-            )
-            hidden, normed = add_norm(hidden, layer.out(mixed), layer.mlp_norm, self.eps)
-            delta = gated_mlp(normed, layer.gate_up, layer.down)
-        hidden, final = add_norm(hidden, delta, self.norm, self.eps)
-        tapped[self.num_layers - 1] = hidden
+        _, final, tapped = self.stack.run(
+            F.embedding(ids, self.embedding),
+            {CAUSAL: where},
+            {CAUSAL: where.gains(policies)},
+            taps=taps,
+            probe=None if probe is None else partial(_show, probe, wanted),
+        )
         final = final[:, wanted]
         return self.head(final), [tapped[index] for index in taps], final
 
 
 def _show(
     probe: Callable[[int, Tensor], None],
-    index: int,
     wanted: slice | Tensor,
+    index: int,
     query: Tensor,
     keys: Tensor,
     mask: Tensor | None,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,28 +25,15 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3RotaryEmb
 from ..attention import FixedRows, LayerKind, Rotary, Rows, Segments
 from ..decode.cache import KVCache
 from ..errors import SharpDraftError
-from ..kernels import add_norm
-from ..linear import Linear, gated_mlp
+from ..linear import Linear
 from ..mass import attention_mass
 from ..scale import Policy
+from ..stack import Layer, Stack
 from ..target import Target
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
 from .family import MassProbe, Pick, likeliest
 
 ARCHITECTURE = "DFlashDraftModel"
-
-
-@dataclass
-class _Layer:
-    attn_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor
-    k_norm: Tensor
-    out: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
-    kind: LayerKind
 
 
 class DFlash:
@@ -74,12 +61,11 @@ class DFlash:
 
         self.fc = linear(["fc"])
         self.hidden_norm = get["hidden_norm.weight"]
-        self.norm = get["norm.weight"]
-        self.layers = []
+        layers = []
         for i, kind in enumerate(self.kinds):
             attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
-            self.layers.append(
-                _Layer(
+            layers.append(
+                Layer(
                     attn_norm=get[f"layers.{i}.input_layernorm.weight"],
                     qkv=linear([f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"]),
                     q_norm=get[f"{attn}.q_norm.weight"],
@@ -91,9 +77,12 @@ class DFlash:
                     kind=kind,
                 )
             )
+        self.stack = Stack(layers, get["norm.weight"], self.heads, self.kv_heads, self.eps)
         # Context Keys and Values of all layers come out of one product.
         self.context_kv = linear([f"layers.{i}.self_attn.{p}_proj" for i in range(self.num_layers) for p in ("k", "v")])
-        self.k_norms = torch.stack([layer.k_norm for layer in self.layers])[:, None, None]
+        self.k_norms = torch.stack([get[f"layers.{i}.self_attn.k_norm.weight"] for i in range(self.num_layers)])[
+            :, None, None
+        ]
         self._windowed: dict[int, DFlash] = {}
         self.rotary = Rotary(Qwen3RotaryEmbedding(parsed), max(self.max_positions, target.max_positions), device)
 
@@ -132,7 +121,8 @@ class DFlash:
             return known
         self._windowed[window] = other = copy(self)
         other.kinds = tuple(kind if kind.window else replace(kind, window=window) for kind in self.kinds)
-        other.layers = [replace(x, kind=kind) for x, kind in zip(self.layers, other.kinds, strict=True)]
+        layers = [replace(x, kind=kind) for x, kind in zip(self.stack.layers, other.kinds, strict=True)]
+        other.stack = replace(self.stack, layers=layers)
         return other
 
     def _check_target(self, config: Mapping[str, Any], target: Target) -> None:
@@ -236,21 +226,7 @@ class DFlash:
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
         gains = {kind: own.gains(policies) for kind, own in where.items()}
-        delta: Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            hidden, normed = add_norm(hidden, delta, layer.attn_norm, self.eps)
-            mixed = where[layer.kind].attention(
-                index,
-                layer.qkv(normed),
-                self.heads,
-                self.kv_heads,
-                norms=(layer.q_norm, layer.k_norm, self.eps),
-                gain=gains[layer.kind],
-                probe=None if probe is None else partial(_show, probe, index),
-            )
-            hidden, normed = add_norm(hidden, layer.out(mixed), layer.mlp_norm, self.eps)
-            delta = gated_mlp(normed, layer.gate_up, layer.down)
-        return add_norm(hidden, delta, self.norm, self.eps)[1]
+        return self.stack.run(hidden, where, gains, probe=None if probe is None else partial(_show, probe))[1]
 
 
 def _show(probe: MassProbe, index: int, query: Tensor, keys: Tensor, mask: Tensor | None) -> None:

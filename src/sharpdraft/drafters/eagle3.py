@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
-from ..attention import FixedRows, Rotary, Rows, Segments, chain_gains
+from ..attention import CAUSAL, FixedRows, Rotary, Rows, Segments, chain_gains
 from ..decode.cache import KVCache
 from ..errors import SharpDraftError
-from ..kernels import add_norm
-from ..linear import Linear, gated_mlp
+from ..linear import Linear
 from ..mass import attention_mass
 from ..scale import Policy
+from ..stack import Layer, Stack
 from ..target import Target
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
 from .family import MassProbe, Pick, likeliest
@@ -103,12 +103,18 @@ class Eagle3:
         self.tap_norms = [get[f"fc_norm.{i}.weight"] for i in range(len(self.taps))] if self.has_tap_norms else []
         self.token_norm = get[f"{layer}.input_layernorm.weight"]
         self.state_norm = get[f"{layer}.hidden_norm.weight"]
-        self.mlp_norm = get[f"{layer}.post_attention_layernorm.weight"]
-        self.norm = get["norm.weight"]
         self.qkv = linear(*(f"{layer}.self_attn.{p}_proj" for p in "qkv"))
-        self.out = linear(f"{layer}.self_attn.o_proj")
-        self.gate_up = linear(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj")
-        self.down = linear(f"{layer}.mlp.down_proj")
+        only = Layer(
+            attn_norm=self.state_norm,
+            qkv=self.qkv,
+            q_norm=None,
+            k_norm=None,
+            out=linear(f"{layer}.self_attn.o_proj"),
+            mlp_norm=get[f"{layer}.post_attention_layernorm.weight"],
+            gate_up=linear(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"),
+            down=linear(f"{layer}.mlp.down_proj"),
+        )
+        self.stack = Stack([only], get["norm.weight"], self.heads, self.kv_heads, self.eps)
         self.embedding = get.get("embed_tokens.weight", target.embedding)
         self.head = linear("lm_head") if "lm_head.weight" in get else target.head
         self.token_of: Tensor | None = None
@@ -312,16 +318,19 @@ class Eagle3:
         """One row a request: the normed outputs [1, requests, hidden], and the states they hand on."""
         size = (self.hidden_size,)
 
-        def shown(query: Tensor, keys: Tensor, mask: Tensor | None) -> None:
+        def shown(index: int, query: Tensor, keys: Tensor, mask: Tensor | None) -> None:
             assert probe is not None
-            probe(0, attention_mass(query, keys, mask))
+            probe(index, attention_mass(query, keys, mask))
 
-        qkv = self.qkv(self._row(states, tokens))
-        mixed = segments.attention(0, qkv, self.heads, self.kv_heads, gain=gain, probe=None if probe is None else shown)
         # A copy, as the sum may be made in its place and the states are also a request's own.
         residual = F.rms_norm(states, size, self.state_norm, self.eps) if self.norm_before_residual else states.clone()
-        hidden, normed = add_norm(residual, self.out(mixed), self.mlp_norm, self.eps)
-        hidden, normed = add_norm(hidden, gated_mlp(normed, self.gate_up, self.down), self.norm, self.eps)
+        hidden, normed, _ = self.stack.run(
+            residual,
+            {CAUSAL: segments},
+            {CAUSAL: gain},
+            normed=self._row(states, tokens),
+            probe=None if probe is None else shown,
+        )
         return normed, normed if self.norm_output else hidden
 
     def _row(self, states: Tensor, tokens: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -45,11 +46,45 @@ class Request(ctypes.Structure):
     )
 
 
+class Weight(ctypes.Structure):
+    """A linear layer: `Weight` of cpu.cpp."""
+
+    _fields_ = (("panels", _POINTER), ("bias", _POINTER), ("narrow", _INT), ("size", _INT), ("outs", _INT))
+
+    @classmethod
+    def of(cls, panels: Tensor, outs: int, bias: Tensor | None) -> Weight:
+        """Of `panels` and bias, which must be kept for as long as this is used."""
+        return cls(panels.data_ptr(), _at(bias), panels.dtype == torch.bfloat16, panels.shape[1], outs)
+
+
+class Layer(ctypes.Structure):
+    """Norms, linear layers and what rows see: `Layer` of cpu.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("attn_norm", "q_norm", "k_norm", "mlp_norm")),
+        *((name, Weight) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, _INT) for name in ("causal", "window", "kind")),
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rows stand, as the kernels take it. turns: cosines and sines [rows, dim]."""
+
+    requests: ctypes.Array[Request]
+    turns: tuple[Tensor, Tensor]
+
+
 @cache
 def lanes(dim: int) -> int:
     """Floats of a vector for heads of `dim`, 0 where there is no vector for them."""
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return 16 if wide and dim % 16 == 0 else 8 if dim % 8 == 0 else 0
+
+
+def panel() -> int:
+    """Outputs of a linear layer that lie side by side: two of the widest vectors, whichever a library works with."""
+    return 2 * lanes(16)
 
 
 @cache
@@ -69,14 +104,18 @@ def library(lanes: int) -> ctypes.CDLL | None:
         *(_INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT),
         *(_POINTER, _POINTER, ctypes.c_float, _POINTER, _INT, _POINTER, _POINTER, ctypes.c_int, _INT, _POINTER),
     ]
+    built.sharpdraft_layers.argtypes = [
+        *(_INT, _POINTER, _INT, _INT, _INT, _INT, ctypes.c_float, _POINTER, _INT, _POINTER),
+        *(_INT, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
+    ]
     built.sharpdraft_add_norm.argtypes = [_POINTER, _POINTER, _POINTER, ctypes.c_float, _INT, _INT, _POINTER]
     built.sharpdraft_gated.argtypes = [_POINTER, _INT, _INT, _POINTER]
-    built.sharpdraft_linear.argtypes = [_POINTER, _POINTER, ctypes.c_int, _POINTER, _INT, _INT, _INT, _POINTER]
+    built.sharpdraft_linear.argtypes = [_POINTER, _POINTER, _INT, _POINTER]
     return built
 
 
 def _build(compiler: str, lanes: int) -> Path:
-    flags = (*_FLAGS, f"-DLANES={lanes}")
+    flags = (*_FLAGS, f"-DLANES={lanes}", f"-DPANEL={panel()}")
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     # A home directory may be shared by machines that know different instructions.
     info = Path("/proc/cpuinfo")
@@ -98,7 +137,7 @@ def _build(compiler: str, lanes: int) -> Path:
     return path
 
 
-def _plain(*tensors: Tensor | None) -> bool:
+def plain(*tensors: Tensor | None) -> bool:
     """Whether kernels may read and write these: float32 on the CPU, one row behind the other, no gradients, and real
     memory, which subclasses need not have."""
     if torch.is_grad_enabled():
@@ -114,7 +153,7 @@ def _plain(*tensors: Tensor | None) -> bool:
 def requests(caches: Sequence[KVCache], starts: Sequence[int], counts: Sequence[int]) -> ctypes.Array[Request] | None:
     """Requests for `attend`, one for every cache, or for every row of a single cache's batch; None where kernels are
     not made for them."""
-    if any(not _plain(each.keys) for each in caches) or library_for(caches[0].keys.shape[-1]) is None:
+    if any(not plain(each.keys) for each in caches) or library_for(caches[0].keys.shape[-1]) is None:
         return None
     found = []
     for each, start, count in zip(caches, starts, counts, strict=True):
@@ -137,14 +176,13 @@ def library_for(dim: int) -> ctypes.CDLL | None:
 
 
 def attend(
-    requests: ctypes.Array[Request],
+    place: Place,
     layer: int,
     qkv: Tensor,
     heads: int,
     kv_heads: int,
     norms: tuple[Tensor, Tensor, float] | None,
     gain: Tensor | None,
-    turns: tuple[Tensor, Tensor],
     causal: bool,
     window: int | None,
 ) -> Tensor:
@@ -156,8 +194,8 @@ def attend(
     assert kernels is not None
     q_norm, k_norm, eps = norms or (None, None, 0.0)
     kernels.sharpdraft_attend(
-        len(requests),
-        requests,
+        len(place.requests),
+        place.requests,
         layer,
         qkv.data_ptr(),
         heads,
@@ -168,8 +206,7 @@ def attend(
         eps,
         _at(gain),
         0 if gain is None else gain.stride(0),
-        turns[0].data_ptr(),
-        turns[1].data_ptr(),
+        *(turn.data_ptr() for turn in place.turns),
         causal,
         window or 0,
         mixed.data_ptr(),
@@ -179,7 +216,7 @@ def attend(
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`hidden + delta`, perhaps in the memory of `hidden`, and its root mean square norm; all [..., size]."""
-    if _plain(hidden, delta, weight) and (kernels := widest()) is not None:
+    if plain(hidden, delta, weight) and (kernels := widest()) is not None:
         size = hidden.shape[-1]
         normed = torch.empty_like(hidden)
         rows = hidden.numel() // size
@@ -194,7 +231,7 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
 
 def gated(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of [..., 2 * size], gates first."""
-    if _plain(gate_up) and (kernels := widest()) is not None:
+    if plain(gate_up) and (kernels := widest()) is not None:
         size = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], size)
         kernels.sharpdraft_gated(gate_up.data_ptr(), gate_up.numel() // (2 * size), size, out.data_ptr())
@@ -203,19 +240,57 @@ def gated(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """`x @ weight.T + bias` in float32 for a few rows x [..., in] and weight [out, in], float32 or bfloat16; None where
-    kernels are not made for them."""
-    outs, size = weight.shape
-    kernels = library_for(size)
-    if kernels is None or not _plain(x, bias):
+def panels(weight: Tensor) -> Tensor | None:
+    """A float32 weight [outs, in] in the layout of `linear`: [panels, in, outs of a panel], the last filled up with
+    zeros; as bfloat16 if that holds it exactly, which is half the memory. None where kernels are not made for it."""
+    if type(weight) not in _REAL or not weight.is_cpu or weight.dtype != torch.float32 or widest() is None:
+        return None
+    narrow = weight.bfloat16()
+    weight = narrow if torch.equal(narrow.float(), weight) else weight
+    filled = F.pad(weight, (0, 0, 0, -len(weight) % panel()))
+    return filled.unflatten(0, (-1, panel())).transpose(1, 2).contiguous()
+
+
+def linear(x: Tensor, panels: Tensor, outs: int, bias: Tensor | None) -> Tensor | None:
+    """`x @ weight.T + bias` in float32 for x [..., in] and the `panels` of a weight [outs, in]; None where kernels are
+    not made for them."""
+    if not plain(x, bias) or (kernels := widest()) is None:
         return None
     out = x.new_empty(*x.shape[:-1], outs)
-    narrow = weight.dtype == torch.bfloat16
-    kernels.sharpdraft_linear(
-        x.data_ptr(), weight.data_ptr(), narrow, _at(bias), x.numel() // size, size, outs, out.data_ptr()
-    )
+    weight = Weight.of(panels, outs, bias)
+    kernels.sharpdraft_linear(ctypes.byref(weight), x.data_ptr(), x.numel() // x.shape[-1], out.data_ptr())
     return out
+
+
+def layers(
+    table: ctypes.Array[Layer],
+    place: Place,
+    heads: int,
+    kv_heads: int,
+    norm: Tensor,
+    eps: float,
+    gains: Sequence[Tensor | None],
+    hidden: Tensor,
+    normed: Tensor | None,
+    taps: Collection[int],
+) -> tuple[Tensor, Tensor, dict[int, Tensor]] | None:
+    """All of a pass between embedding and head; see `Stack.run`. gains: one for each kind of layer. None where kernels
+    are not made for it."""
+    dim = place.turns[0].shape[-1]
+    if not plain(hidden, normed, norm) or (kernels := library_for(dim)) is None:
+        return None
+    final = torch.empty_like(hidden)
+    tapped = {layer: torch.empty_like(hidden) for layer in taps}
+    rows, size = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
+    kernels.sharpdraft_layers(
+        *(len(table), table, heads, kv_heads, dim, size, eps, norm.data_ptr()),
+        *(len(place.requests), place.requests, rows, *(turn.data_ptr() for turn in place.turns)),
+        (_POINTER * len(gains))(*map(_at, gains)),
+        (_INT * len(gains))(*(0 if gain is None else gain.stride(0) for gain in gains)),
+        *(hidden.data_ptr(), _at(normed), final.data_ptr()),
+        (_POINTER * len(table))(*(_at(tapped.get(layer)) for layer in range(len(table)))),
+    )
+    return hidden, final, tapped
 
 
 def _at(tensor: Tensor | None) -> int | None:

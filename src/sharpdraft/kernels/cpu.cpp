@@ -1,4 +1,4 @@
-// Attention and products of few rows, and the small steps around them, at the speed at which a CPU reads memory.
+// Attention, products and the small steps around them, for few rows at the speed at which a CPU reads memory.
 //
 // Decoding multiplies every cached Key with a handful of Queries, so it could run at the speed of memory, and general
 // kernels reach a third of that. Here the Keys of all requests and heads are cut into equal parts for the threads, and
@@ -38,6 +38,12 @@ constexpr int BLOCK = 64;                // Keys that stay in the first-level ca
 constexpr int LINE = 16;                 // floats that memory hands over at once
 constexpr int TILE = ACCUMULATORS / 4;   // Queries at once
 constexpr float HIDDEN = -1e30f;         // a hidden Key's score: finite, so that a part of hidden Keys alone is no NaN
+
+// Call `done` with `count`, which is 1 to MOST, as a constant.
+template <int MOST, typename F> inline void with_constant(int64_t count, F done) {
+    if (count == MOST) done(std::integral_constant<int, MOST>());
+    else if constexpr (MOST > 1) with_constant<MOST - 1>(count, done);
+}
 
 inline Vec load(const float *at) { return *reinterpret_cast<const Vec *>(at); }
 inline Vec load(const uint16_t *at) {  // bfloat16 is the upper half of a float
@@ -245,19 +251,11 @@ void attend_part(const Request &request, const Part &part, int64_t layer, Sight 
         int64_t tiles = (rows + TILE - 1) / TILE, lines = more ? (BLOCK / LINE + tiles - 1) / tiles : 0;
         Ahead ahead{key + BLOCK * dim, value + BLOCK * dim, lines};
         for (int64_t row = 0; row < rows;) {
-            int64_t left = rows - row, take = std::min<int64_t>(left, TILE);
-#define CASE(N)                                                                                                  \
-    case N:                                                                                                      \
-        attend_block<N>(request, sight, queries + row * dim, turned.data(), value, first, keys, row, dim, ahead, top + row, \
-                        total + row, out + row * dim);                                                           \
-        break;
-            switch (take) {
-                CASE(1) CASE(2) CASE(3)
-#if LANES == 16
-                CASE(4) CASE(5) CASE(6)
-#endif
-            }
-#undef CASE
+            int64_t take = std::min<int64_t>(rows - row, TILE);
+            with_constant<TILE>(take, [&](auto q) {
+                attend_block<q.value>(request, sight, queries + row * dim, turned.data(), value, first, keys, row, dim,
+                                      ahead, top + row, total + row, out + row * dim);
+            });
             ahead.keys += lines * dim * LINE;
             ahead.values += lines * dim * LINE;
             row += take;
@@ -382,59 +380,65 @@ extern "C" void sharpdraft_attend(int64_t count, const Request *requests, int64_
     }
 }
 
+// A linear layer: weight [outs, in], float32 or bfloat16, laid out as [outs / PANEL, in, PANEL], so that a product reads
+// memory from one end to the other; bias [outs] or null.
+extern "C" struct Weight {
+    const void *panels;
+    const float *bias;
+    int64_t narrow, in, outs;
+};
+
 namespace {
 
-// ROWS rows of x by OUTS rows of weight, all of `in` values.
-template <int ROWS, int OUTS, typename T>
-inline void product(const float *x, const T *weight, int64_t in, const float *bias, float *out, int64_t outs) {
-    Vec acc[ROWS][OUTS];
-    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int o = 0; o < OUTS; o++) acc[r][o] = Vec{};
-    for (int64_t i = 0; i < in; i += W) {
-        Vec w[OUTS];
-        UNROLL for (int o = 0; o < OUTS; o++) w[o] = load(weight + o * in + i);
+constexpr int COLUMNS = PANEL / W;
+constexpr int ROWS_AT_ONCE = ACCUMULATORS / COLUMNS;
+constexpr int AHEAD = 16384;  // bytes that are fetched ahead
+
+// ROWS rows of x [ROWS, in] by a panel, of which `count` outputs are real.
+template <int ROWS, typename T>
+void product(const float *x, const T *panel, int64_t in, const float *bias, int64_t count, float *out, int64_t outs) {
+    Vec acc[ROWS][COLUMNS];
+    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int c = 0; c < COLUMNS; c++) acc[r][c] = Vec{};
+    for (int64_t i = 0; i < in; i++, panel += PANEL) {
+        const char *next = reinterpret_cast<const char *>(panel) + AHEAD;
+        for (size_t line = 0; line < PANEL * sizeof(T); line += LINE * sizeof(float)) __builtin_prefetch(next + line);
+        Vec each[COLUMNS];
+        UNROLL for (int c = 0; c < COLUMNS; c++) each[c] = load(panel + c * W);
         UNROLL for (int r = 0; r < ROWS; r++) {
-            Vec own = load(x + r * in + i);
-            UNROLL for (int o = 0; o < OUTS; o++) acc[r][o] += own * w[o];
+            Vec own = all(x[r * in + i]);
+            UNROLL for (int c = 0; c < COLUMNS; c++) acc[r][c] += own * each[c];
         }
     }
-    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int o = 0; o < OUTS; o++)
-        out[r * outs + o] = sum(acc[r][o]) + (bias ? bias[o] : 0.0f);
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        alignas(64) float whole[PANEL];
+        UNROLL for (int c = 0; c < COLUMNS; c++) store(whole + c * W, acc[r][c]);
+        for (int64_t o = 0; o < count; o++) out[r * outs + o] = whole[o] + (bias ? bias[o] : 0.0f);
+    }
 }
 
-template <int ROWS, typename T>
-void products(const float *x, const T *weight, int64_t in, int64_t from, int64_t to, const float *bias, float *out,
-              int64_t outs) {
-    constexpr int OUTS = std::min(4, ACCUMULATORS / ROWS);
-    int64_t o = from;
-    for (; o + OUTS <= to; o += OUTS)
-        product<ROWS, OUTS>(x, weight + o * in, in, bias ? bias + o : nullptr, out + o, outs);
-    for (; o < to; o++) product<ROWS, 1>(x, weight + o * in, in, bias ? bias + o : nullptr, out + o, outs);
-}
-
-template <typename T>
-void linear(const float *x, const T *weight, const float *bias, int64_t rows, int64_t in, int64_t outs, float *out) {
-    constexpr int64_t SHARE = 32;  // rows of weight that stay in cache while all rows of x pass
+template <typename T> void products(const Weight &weight, const float *x, int64_t rows, float *out) {
+    const int64_t in = weight.in, outs = weight.outs, tiles = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
 #pragma omp parallel for schedule(static) if (in * outs > 1 << 16)
-    for (int64_t from = 0; from < outs; from += SHARE)
-        for (int64_t row = 0; row < rows;) {
-            int64_t take = std::min<int64_t>(rows - row, 8), to = std::min(outs, from + SHARE);
-#define CASE(N)                                                                               \
-    case N:                                                                                   \
-        products<N>(x + row * in, weight, in, from, to, bias, out + row * outs, outs); \
-        break;
-            switch (take) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
-#undef CASE
+    for (int64_t o = 0; o < outs; o += PANEL) {
+        const T *panel = static_cast<const T *>(weight.panels) + o * in;
+        const float *bias = weight.bias ? weight.bias + o : nullptr;
+        for (int64_t row = 0, tile = 0; tile < tiles; tile++) {
+            int64_t take = (rows - row + tiles - tile - 1) / (tiles - tile);
+            with_constant<ROWS_AT_ONCE>(take, [&](auto r) {
+                product<r.value>(x + row * in, panel, in, bias, std::min<int64_t>(PANEL, outs - o), out + row * outs + o,
+                                 outs);
+            });
             row += take;
         }
+    }
 }
 
 }  // namespace
 
-// x [rows, in] by weight [outs, in], float32 or bfloat16, and bias (null for none) -> out [rows, outs]; in float32.
-extern "C" void sharpdraft_linear(const float *x, const void *weight, int narrow, const float *bias, int64_t rows,
-                                  int64_t in, int64_t outs, float *out) {
-    if (narrow) linear(x, static_cast<const uint16_t *>(weight), bias, rows, in, outs, out);
-    else linear(x, static_cast<const float *>(weight), bias, rows, in, outs, out);
+// x [rows, in] -> out [rows, outs], in float32.
+extern "C" void sharpdraft_linear(const Weight *weight, const float *x, int64_t rows, float *out) {
+    if (weight->narrow) products<uint16_t>(*weight, x, rows, out);
+    else products<float>(*weight, x, rows, out);
 }
 
 // hidden += delta (null for none), and normed = its root mean square norm; all [rows, size].
@@ -462,4 +466,55 @@ extern "C" void sharpdraft_gated(const float *gate_up, int64_t rows, int64_t siz
         }
         for (; i < size; i++) own[i] = gate[i] / (1 + std::exp(-gate[i])) * up[i];
     }
+}
+
+// q_norm, k_norm: null for none. causal, window: see Sight. kind: which of
+// the gains is this layer's.
+extern "C" struct Layer {
+    const float *attn_norm, *q_norm, *k_norm, *mlp_norm;
+    Weight qkv, out, gate_up, down;
+    int64_t causal, window, kind;
+};
+
+// All layers of a pass, one behind the other, and the norm behind the last.
+//
+// hidden [rows, size]: overwritten by the last layer's output. normed [rows, in of the first layer's qkv]: what the first
+// layer projects, null for `hidden` under its norm. final [rows, size]. tapped: where the output of each layer goes, null for nowhere.
+// Everything else is as in sharpdraft_attend.
+extern "C" void sharpdraft_layers(int64_t layer_count, const Layer *layers, int64_t heads, int64_t kv_heads, int64_t dim,
+                                  int64_t size, float eps, const float *norm, int64_t count, const Request *requests,
+                                  int64_t rows, const float *cosine, const float *sine, const float *const *gain,
+                                  const int64_t *gain_stride, float *hidden, const float *normed, float *final,
+                                  float *const *tapped) {
+    static thread_local std::vector<float> own_normed, qkv, mixed, delta, gate_up, active;
+    own_normed.resize(rows * size);
+    delta.resize(rows * size);
+    mixed.resize(rows * heads * dim);
+    qkv.resize(rows * (heads + 2 * kv_heads) * dim);
+    const float *added = nullptr;
+    auto tap = [&](int64_t layer) {
+        if (tapped[layer]) std::copy(hidden, hidden + rows * size, tapped[layer]);
+    };
+    for (int64_t i = 0; i < layer_count; i++) {
+        const Layer &layer = layers[i];
+        if (i || !normed) {
+            sharpdraft_add_norm(hidden, added, layer.attn_norm, eps, rows, size, own_normed.data());
+            normed = own_normed.data();
+        }
+        if (i) tap(i - 1);
+        sharpdraft_linear(&layer.qkv, normed, rows, qkv.data());
+        sharpdraft_attend(count, requests, i, qkv.data(), heads, kv_heads, dim, layer.q_norm, layer.k_norm, eps,
+                          gain[layer.kind], gain_stride[layer.kind], cosine, sine, layer.causal, layer.window,
+                          mixed.data());
+        sharpdraft_linear(&layer.out, mixed.data(), rows, delta.data());
+        sharpdraft_add_norm(hidden, delta.data(), layer.mlp_norm, eps, rows, size, own_normed.data());
+        gate_up.resize(rows * layer.gate_up.outs);
+        active.resize(rows * layer.down.in);
+        sharpdraft_linear(&layer.gate_up, own_normed.data(), rows, gate_up.data());
+        sharpdraft_gated(gate_up.data(), rows, layer.down.in, active.data());
+        sharpdraft_linear(&layer.down, active.data(), rows, delta.data());
+        added = delta.data();
+    }
+    sharpdraft_add_norm(hidden, added, norm, eps, rows, size, final);
+    tap(layer_count - 1);
 }

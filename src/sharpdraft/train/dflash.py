@@ -104,9 +104,9 @@ class TrainableDFlash(nn.Module):
         for block, source in zip(self.layers, recipe.start_layers, strict=True):
             assert isinstance(block, _Block)
             start_from(block.self_attn, block.mlp, target, source)
-            block.input_layernorm.weight.copy_(target.layers[source].attn_norm)
-            block.post_attention_layernorm.weight.copy_(target.layers[source].mlp_norm)
-        self.norm.weight.copy_(target.norm)
+            block.input_layernorm.weight.copy_(target.stack.layers[source].attn_norm)
+            block.post_attention_layernorm.weight.copy_(target.stack.layers[source].mlp_norm)
+        self.norm.weight.copy_(target.stack.norm)
 
     def forward(self, features: Tensor, blocks: Tensor, anchors: Tensor) -> Tensor:
         """features [batch, context, taps * hidden]; blocks (embeddings) [batch, anchors, block, hidden];

@@ -92,9 +92,9 @@ class TrainableEagle3(nn.Module):
         self.fc.weight[:, -self.hidden :] += torch.eye(self.hidden, device=self.fc.weight.device)
         layer = self.layer
         start_from(layer.self_attn, layer.mlp, target, source)
-        layer.hidden_norm.weight.copy_(target.layers[source].attn_norm)
-        layer.post_attention_layernorm.weight.copy_(target.layers[source].mlp_norm)
-        self.norm.weight.copy_(target.norm)
+        layer.hidden_norm.weight.copy_(target.stack.layers[source].attn_norm)
+        layer.post_attention_layernorm.weight.copy_(target.stack.layers[source].mlp_norm)
+        self.norm.weight.copy_(target.stack.norm)
 
     @property
     def layer(self) -> _Layer:

@@ -48,7 +48,7 @@ class MLP(nn.Module):
 def start_from(attn: Attention, mlp: MLP, target: Target, source: int) -> None:
     """Take over the weights of the target's layer `source`. Where Queries, Keys and Values are made from more than a
     hidden state, the state comes last and what is before it starts at zero."""
-    layer = target.layers[source]
+    layer = target.stack.layers[source]
     width = target.hidden_size
     sizes = [m.weight.shape[0] for m in (attn.q_proj, attn.k_proj, attn.v_proj)]
     for module, weight in zip((attn.q_proj, attn.k_proj, attn.v_proj), layer.qkv.weight.split(sizes), strict=True):

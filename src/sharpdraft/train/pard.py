@@ -75,13 +75,13 @@ def cut(target: Target, layers: Sequence[int]) -> Any:
     model.to_empty(device=target.device)
     tensors: dict[str, Tensor | None] = {
         "model.embed_tokens.weight": target.embedding,
-        "model.norm.weight": target.norm,
+        "model.norm.weight": target.stack.norm,
         "lm_head.weight": target.head.weight,
     }
     width = target.head_dim
     sizes = [target.heads * width, target.kv_heads * width, target.kv_heads * width]
     for place, source in enumerate(layers):
-        layer, name = target.layers[source], f"model.layers.{place}"
+        layer, name = target.stack.layers[source], f"model.layers.{place}"
         qkv, gate_up = layer.qkv.weight.split(sizes), layer.gate_up.weight.chunk(2)
         biases = (None,) * 3 if layer.qkv.bias is None else layer.qkv.bias.split(sizes)
         for projection, weight, bias in zip("qkv", qkv, biases, strict=True):
