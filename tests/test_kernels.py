@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from sharpdraft.kernels import add_norm, gated, library
 from sharpdraft.linear import Linear
 from sharpdraft.scale import Constant, Policy
 from sharpdraft.stack import Layer, Stack
+from sharpdraft.target import Target
 
 compiled = pytest.mark.skipif(library(8) is None, reason="no C++ compiler here")
 CAPACITY = 440
@@ -312,6 +314,13 @@ def test_gradients_are_left_to_pytorch() -> None:
 def test_the_same_is_written_without_kernels(tiny: Tiny, without_kernels: None) -> None:
     target = type(tiny.target)(tiny.model)
     session = Session(target)
+    assert [t for r in session.generate(tiny.text[:25], 60) for t in r.tokens] == tiny.text[25:85]
+
+
+def test_a_model_that_is_taken_over_is_let_go(tiny: Tiny) -> None:
+    model = copy.deepcopy(tiny.model)
+    session = Session(Target(model, release=True))
+    assert all(parameter.is_meta for parameter in model.model.layers.parameters())
     assert [t for r in session.generate(tiny.text[:25], 60) for t in r.tokens] == tiny.text[25:85]
 
 

@@ -90,7 +90,7 @@ def load_target(
     if rounded:
         _round_matrices(model)
     try:
-        return Target(model.to(where), weight_dtype=weight_dtype), tokenizer
+        return Target(model.to(where), weight_dtype=weight_dtype, release=True), tokenizer
     except torch.OutOfMemoryError as error:
         raise SharpDraftError(
             f"'{name}' does not fit into the memory of {where}: use a smaller dtype, another device or a smaller model"
@@ -108,7 +108,7 @@ def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device) -> 
     """A causal LM without its tokenizer, such as a draft LM. Raises SharpDraftError as load_target does."""
     _check_config(directory)
     with quiet_transformers():
-        return Target(_load_model(directory, dtype).to(device))
+        return Target(_load_model(directory, dtype).to(device), release=True)
 
 
 def load_tokenizer(name: str) -> tuple[Path, Any, int, tuple[int, ...]]:

@@ -28,11 +28,12 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 class Target:
     """The target model. Shapes: batch rows stand at the same positions; hidden states are [batch, rows, hidden]."""
 
-    def __init__(self, model: Any, *, weight_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: Any, *, weight_dtype: torch.dtype | None = None, release: bool = False) -> None:
         """Take over the weights of a transformers causal LM (Llama, Qwen2 or Qwen3 architecture).
 
         weight_dtype: run layers in another dtype than the model's; the residual stream and the head keep
-        the model's, so that close logits stay apart.
+        the model's, so that close logits stay apart. release: let go of the model's layers one by one, so that memory
+        for the weights is needed once; the model is of no use afterwards.
 
         Raises SharpDraftError for an architecture without a forward here.
         """
@@ -78,6 +79,8 @@ class Target:
                     down=linear(mlp.down_proj),
                 )
             )
+            if release:
+                block.to("meta")
         self.stack = Stack(layers, body.norm.weight.detach(), self.heads, self.kv_heads, self.eps)
         self.head = Linear(model.lm_head.weight)
         self.rotary = Rotary(body.rotary_emb, self.max_positions, self.device)

@@ -45,6 +45,14 @@ template <int MOST, typename F> inline void with_constant(int64_t count, F done)
     else if constexpr (MOST > 1) with_constant<MOST - 1>(count, done);
 }
 
+inline int64_t threads() {
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
 inline Vec load(const float *at) { return *reinterpret_cast<const Vec *>(at); }
 inline Vec load(const uint16_t *at) {  // bfloat16 is the upper half of a float
     return (Vec)(__builtin_convertvector(*reinterpret_cast<const Half *>(at), Int) << 16);
@@ -285,13 +293,8 @@ extern "C" void sharpdraft_attend(int64_t count, const Request *requests, int64_
         rows += requests[i].count;
         keys += (requests[i].start + requests[i].count) * kv_heads;
     }
-#ifdef _OPENMP
-    int64_t threads = omp_get_max_threads();
-#else
-    int64_t threads = 1;
-#endif
     // Several parts a thread, so that none waits long for the last; each a whole number of blocks.
-    int64_t size = std::max<int64_t>(2 * BLOCK, (keys / (8 * threads) + BLOCK - 1) / BLOCK * BLOCK);
+    int64_t size = std::max<int64_t>(2 * BLOCK, (keys / (8 * threads()) + BLOCK - 1) / BLOCK * BLOCK);
     parts.clear();
     groups.clear();
     int64_t place = 0;
@@ -417,18 +420,21 @@ void product(const float *x, const T *panel, int64_t in, const float *bias, int6
 }
 
 template <typename T> void products(const Weight &weight, const float *x, int64_t rows, float *out) {
-    const int64_t in = weight.in, outs = weight.outs, tiles = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    const int64_t in = weight.in, outs = weight.outs;
+    const int64_t tiles = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, panels = (outs + PANEL - 1) / PANEL;
+    // A panel is read once for all tiles, unless there are too few panels to keep every thread busy.
+    const int64_t groups = std::clamp<int64_t>(4 * threads() / panels, 1, tiles);
 #pragma omp parallel for schedule(static) if (in * outs > 1 << 16)
-    for (int64_t o = 0; o < outs; o += PANEL) {
+    for (int64_t unit = 0; unit < panels * groups; unit++) {
+        int64_t o = unit / groups * PANEL, group = unit % groups;
         const T *panel = static_cast<const T *>(weight.panels) + o * in;
         const float *bias = weight.bias ? weight.bias + o : nullptr;
-        for (int64_t row = 0, tile = 0; tile < tiles; tile++) {
-            int64_t take = (rows - row + tiles - tile - 1) / (tiles - tile);
+        for (int64_t tile = tiles * group / groups; tile < tiles * (group + 1) / groups; tile++) {
+            int64_t row = rows * tile / tiles, take = rows * (tile + 1) / tiles - row;
             with_constant<ROWS_AT_ONCE>(take, [&](auto r) {
                 product<r.value>(x + row * in, panel, in, bias, std::min<int64_t>(PANEL, outs - o), out + row * outs + o,
                                  outs);
             });
-            row += take;
         }
     }
 }
