@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -200,6 +201,13 @@ def test_eagle3_drafts_the_tokens_that_the_target_writes_most(corpora: tuple[Cor
             often[token] += chosen
     assert kept == sorted(kept) and len(set(kept)) == 10
     assert min(often[token] for token in kept) >= max(often[t] for t in range(VOCAB) if t not in kept)
+
+
+def test_eagle3_drafts_no_token_for_a_chance_occurrence() -> None:
+    """Twice is chance: then what the tokenizer numbers first is the likelier, read by the user or written."""
+    tokens = torch.tensor([[7] * 5 + [3] * 4 + [9] * 2 + [11] + [8] * 6])
+    corpus = SimpleNamespace(tokens=tokens, written=tokens != 8)
+    assert eagle3.frequent_tokens(cast(Any, corpus), 4, VOCAB).tolist() == [0, 1, 3, 7]
 
 
 def test_families_share_text(run: Run, saved: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

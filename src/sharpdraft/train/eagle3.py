@@ -180,8 +180,13 @@ class _Layer(nn.Module):
 
 
 def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> Tensor:
-    """The `count` tokens that the target wrote most often, int64 ascending; of equally frequent ones the first."""
+    """The `count` tokens that the target wrote most often, int64 ascending.
+
+    Of those that it wrote less than three times, which is chance, the first: tokenizers number what is frequent in text
+    at large before what is rare.
+    """
     often = torch.bincount(corpus.tokens[corpus.written], minlength=vocab)
+    often[often < 3] = 0
     return often.sort(descending=True, stable=True).indices[:count].sort().values
 
 
@@ -198,9 +203,8 @@ class Trainer(trainer.Trainer):
         if start is not None:
             tensors = read_tensors(start)
             Eagle3(read_json(start), tensors, target)  # refuses a drafter of another target
-            drafted = torch.arange(recipe.vocabulary) + tensors["d2t"].long()
-        else:
-            drafted = frequent_tokens(train, recipe.vocabulary, target.vocab_size)
+        # Its head is the target's: which rows of it is free to choose, by the text at hand.
+        drafted = frequent_tokens(train, recipe.vocabulary, target.vocab_size)
         sample = sample_features(train, recipe.taps).unflatten(-1, (-1, target.hidden_size))
         normed = F.rms_norm(sample, (target.hidden_size,), eps=target.eps)
         scale = torch.stack([robust_scale(tap) for tap in normed.unbind(1)]).to(target.device)
