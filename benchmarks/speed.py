@@ -7,9 +7,10 @@
 A place is a context length and a batch. Each system reads the same prefixes and then writes the same number of tokens,
 greedily; prefill is not counted. What is printed for every system is the ratio of its tokens per second to ours without
 a drafter (AR), quartiles over the rounds, how often it wrote the tokens that AR wrote, and for ours the milliseconds of
-a draft and of a verify pass. Drafters are those built in, each by its recommended policy; transformers' assistant is
-the language model of the PARD one. --vllm: the Python of an environment with vLLM, which then joins in alone and with
-the DFlash drafter. --memory: also what a fresh process that decodes this way needs at its peak.
+a draft and of a verify pass. Drafters are those built in, each by its recommended policy and with its recommended
+block, which DFlash's is in every system; transformers' assistant is the language model of the PARD one. --vllm: the
+Python of an environment with vLLM, which then joins in alone and with the DFlash drafter. --memory: also what a fresh
+process that decodes this way needs at its peak.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 import transformers
 from rich.progress import track
 from transformers import AutoModelForCausalLM
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation.stopping_criteria import StoppingCriteria
 
 from sharpdraft.decode.loop import Session, round_together
 from sharpdraft.drafters import load_drafter
@@ -52,42 +53,30 @@ class Measured:
     verify_ms: list[float] = field(default_factory=list)
 
 
-class Clock(BaseStreamer):
-    """When the first and the last token came."""
+class Clock(StoppingCriteria):
+    """When how many tokens were there; it stops nothing."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self.marks: list[tuple[float, int]] = []
 
-    def put(self, value: Any) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        self.times.append(time.perf_counter())
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **rest: Any) -> torch.BoolTensor:
+        self.marks.append((time.perf_counter(), input_ids.shape[1]))
+        return torch.zeros(len(input_ids), dtype=torch.bool)  # type: ignore[return-value]
 
 
 def by_transformers(model: Any, prefixes: Prefixes, new: int, **options: Any) -> Measured:
-    """From the first new token to the last; the streamer is given the prompt first."""
-    clock = Clock()
-    # transformers streams one sequence only; a batch is timed as a whole, less a run that writes one token.
-    streamed: dict[str, Any] = {"streamer": clock} if len(prefixes) == 1 else {}
-    ids = torch.tensor(prefixes)
-    common = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
-    began = time.perf_counter()
-    out = model.generate(ids, max_new_tokens=new, min_new_tokens=new, **streamed, **common)
-    seconds = time.perf_counter() - began
-    if streamed:
-        seconds = clock.times[-1] - clock.times[1]
-    else:
-        began = time.perf_counter()
-        model.generate(ids, max_new_tokens=1, min_new_tokens=1, **common)
-        seconds -= time.perf_counter() - began
-    return Measured(out[:, ids.shape[1] :].tolist(), len(prefixes) * (new - 1) / seconds)
+    """From the first new token (with an assistant: those of the first round) to the last."""
+    ids, clock = torch.tensor(prefixes), Clock()
+    common = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new, "min_new_tokens": new}
+    out = model.generate(ids, stopping_criteria=[clock], **common, **options)
+    (began, first), (ended, last) = clock.marks[0], clock.marks[-1]
+    return Measured(out[:, ids.shape[1] :].tolist(), len(prefixes) * (last - first) / (ended - began))
 
 
-def by_dflash(model: Any, peer: Any, prefixes: Prefixes, new: int) -> Measured:
+def by_dflash(model: Any, peer: Any, block: int, prefixes: Prefixes, new: int) -> Measured:
     from dflash.model import dflash_generate
 
-    done = dflash_generate(peer, model, torch.tensor(list(prefixes)), new, None, return_stats=True)
+    done = dflash_generate(peer, model, torch.tensor(list(prefixes)), new, None, block_size=block, return_stats=True)
     return Measured([done.output_ids[0, len(prefixes[0]) :].tolist()], 1 / done.time_per_output_token)
 
 
@@ -161,15 +150,17 @@ def main() -> None:
     if options.only:
         return alone(options.only, arms, target, several, texts, places[0], new)
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir(), dtype=torch.float32)
-    assistant = peer = None
+    assistant = peer = dflash_folder = None
+    block = 0
     if (folder := built_in_drafter(SMOLLM2, "pard")) is not None:
         assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if (folder := built_in_drafter(SMOLLM2, "dflash")) is not None:
+    if (dflash_folder := built_in_drafter(SMOLLM2, "dflash")) is not None:
+        block = load_drafter(dflash_folder, target).block_size
         try:
             import dflash.model
 
             dflash.model._cuda_time = time.perf_counter
-            peer = dflash.model.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32)
+            peer = dflash.model.DFlashDraftModel.from_pretrained(dflash_folder, dtype=torch.float32)
         except ImportError:
             print("dflash is not installed: `dflash_generate` does not take part", file=sys.stderr)
     engines: dict[str, Engine] = {}
@@ -178,8 +169,8 @@ def main() -> None:
         for name, asked in {"vllm": None, "vllm, dflash": FROZEN}.items():
             engines[name] = Engine(
                 smollm2_dir(),
-                None if asked is None else folder,
-                5,
+                None if asked is None else dflash_folder,
+                block - 1,
                 asked,
                 settings,
                 Path(f"speed-{name.replace(', ', '-')}.log"),
@@ -195,7 +186,7 @@ def main() -> None:
         if batch == 1 and assistant is not None:
             systems["transformers, assisted"] = partial(by_transformers, model, new=new, assistant_model=assistant)
         if batch == 1 and peer is not None:
-            systems["dflash_generate"] = partial(by_dflash, model, peer, new=new)
+            systems["dflash_generate"] = partial(by_dflash, model, peer, block, new=new)
         systems |= {name: partial(by_vllm, engine, new=new) for name, engine in engines.items()}
         found: dict[str, list[tuple[float, bool, Measured]]] = {name: [] for name in systems}
         names = list(systems)

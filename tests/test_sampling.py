@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -23,7 +25,7 @@ from transformers import (
 
 from conftest import PROMPT, VOCAB, Tiny, make_drafter
 from sharpdraft.decode.loop import Session
-from sharpdraft.decode.sampling import Sampler, Sampling, draw
+from sharpdraft.decode.sampling import Sampler, Sampling, TopP, draw
 from sharpdraft.drafters.eagle3 import Eagle3
 from sharpdraft.drafters.pard import Pard
 from sharpdraft.errors import SharpDraftError
@@ -230,6 +232,33 @@ def test_filters_are_transformers(options: dict[str, Any], filters: list[Any]) -
     sampler = Sampler(Sampling(seed=0, **options))
     counts = Counter(sampler.verify(logits[None], [3, 4], [])[0] for _ in range(4000))
     assert surprise(counts, {i: float(p) for i, p in enumerate(expected) if p > 0}) < 5
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 100, 255, 256, 257, 5000, 30000]),
+    st.floats(0.01, 0.999),
+    st.sampled_from([0.0, 0.1, 1.0, 3.0, 30.0]),
+    st.integers(0, 99),
+)
+def test_top_p_is_transformers(rows: int, vocab: int, top_p: float, spread: float, seed: int) -> None:
+    """Flat or steep, however many tokens it takes; equal logits are one as good as the other."""
+    logits = spread * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+    if vocab > 2:
+        logits[:, 1] = -torch.inf
+    ids = torch.zeros(rows, 0, dtype=torch.long)
+    expected, found = (each(ids, logits.clone()) for each in (TopPLogitsWarper(top_p), TopP(top_p)))
+    kept = found > -torch.inf
+    assert torch.equal(found[kept], logits[kept])
+    for row, own in enumerate(kept.sum(-1).tolist()):
+        shares = logits[row].double().softmax(-1).sort(descending=True).values
+        # float32 sums of the whole vocabulary round: one token more or less where they are that close.
+        least, most = ((shares.cumsum(0) < top_p + slack).sum() + 1 for slack in (-1e-4, 1e-4))
+        assert min(int(least), vocab) <= own <= int(most)
+        assert set(logits[row, kept[row]].tolist()) == set(logits[row].topk(own).values.tolist())
+        theirs = int((expected[row] > -torch.inf).sum())
+        assert own == theirs or least < most
 
 
 # Seeds

@@ -22,7 +22,6 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from ..drafters.family import Pick, likeliest
@@ -31,7 +30,7 @@ from ..errors import SharpDraftError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens; as it is, greedily. The filters are transformers' own, in the order of its `generate`.
+    """How to choose tokens; as it is, greedily. The filters are transformers', in the order of its `generate`.
 
     temperature: 0 is greedy. top_k: 0 is off. processors: transformers' logits processors, applied behind the
     repetition penalty and before the temperature; each is called with the tokens so far int64 [1, length] and logits
@@ -75,10 +74,34 @@ class Sampling:
         if self.temperature and self.top_k:
             found.append(TopKLogitsWarper(self.top_k))
         if self.temperature and self.top_p < 1:
-            found.append(TopPLogitsWarper(self.top_p))
+            found.append(TopP(self.top_p))
         if self.temperature and self.min_p:
             found.append(MinPLogitsWarper(self.min_p))
         return found
+
+
+# Tokens that usually have almost all of the probability.
+_LIKELY = 256
+
+
+class TopP:
+    """What transformers' TopPLogitsWarper keeps, without its sort of the whole vocabulary, which takes longer than a
+    draft: the tokens above which there is less than `top_p` of the probability."""
+
+    def __init__(self, top_p: float) -> None:
+        self.top_p = top_p
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids: not looked at; scores [rows, vocab]. Returns scores with -inf where a token is left out."""
+        shares, count = scores.softmax(-1), _LIKELY
+        while True:
+            high, tokens = shares.topk(min(count, scores.shape[-1]))
+            above = high.double().cumsum(-1) - high
+            if count >= scores.shape[-1] or bool((above[:, -1] >= self.top_p).all()):
+                break
+            count *= 16
+        kept = scores.gather(-1, tokens).masked_fill(above >= self.top_p, -torch.inf)
+        return torch.full_like(scores, -torch.inf).scatter(-1, tokens, kept)
 
 
 GREEDY = Sampling()
@@ -90,6 +113,7 @@ class Sampler:
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self.filters = sampling.filters()
+        self.looks_back = sampling.repetition_penalty != 1 or bool(sampling.processors)
         self.generator = torch.Generator()
         if sampling.seed is None:
             self.generator.seed()
@@ -108,14 +132,16 @@ class Sampler:
         if not self.sampling.temperature or self.sampling.drafts == "likeliest":
             return likeliest
 
+        # Drafts of the same block are not yet among the tokens: any q is right, as long as it is drawn from.
+        ids = self._ids(tokens)
+
         def sampled(logits: Tensor, token_of: Tensor | None) -> Tensor:
             if token_of is not None:
                 whole = torch.full((len(logits), vocab), -torch.inf, device=logits.device)
                 logits = whole.index_copy_(1, token_of, logits.float())
             chosen = []
             for row in logits:
-                # Drafts of the same block are not yet among the tokens: any q is right, as long as it is drawn from.
-                self.drafted.append(self._filtered(row, tokens).softmax(-1))
+                self.drafted.append(self._filtered(row, ids).softmax(-1))
                 chosen.append(draw(self.drafted[-1], self.generator))
             return torch.tensor(chosen, device=logits.device)
 
@@ -138,8 +164,9 @@ class Sampler:
             same = takewhile(lambda pair: pair[0] == pair[1], zip(proposed, best, strict=False))
             return list(best[: len(list(same)) + 1])
         written: list[int] = []
+        ids = self._ids([*tokens, *proposed])
         for row, logit in enumerate(logits):
-            scores = self._filtered(logit, [*tokens, *proposed[:row]])
+            scores = self._filtered(logit, ids[:, : len(tokens) + row])
             draft = proposed[row] if row < len(proposed) else None
             random = self.sampling.temperature > 0
             token = self._sampled(scores.softmax(-1), draft, row) if random else int(scores.argmax())
@@ -164,12 +191,16 @@ class Sampler:
         # Where both distributions are the same to the last bit, a refusal is a rounding error.
         return draw(rest if float(rest.sum()) > 0 else target, self.generator)
 
-    def _filtered(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    def _ids(self, tokens: Sequence[int]) -> Tensor:
+        """Tokens as filters take them, int64 [1, length]; none where no filter looks at them."""
+        return torch.tensor([list(tokens) if self.looks_back else []], dtype=torch.long)
+
+    def _filtered(self, logits: Tensor, ids: Tensor) -> Tensor:
         """Logits [vocab] as the filters leave them, float32."""
         _require_numbers(logits.max())
         if not self.filters:
             return logits.float()
-        return self.filters(torch.tensor([list(tokens)], device=logits.device), logits.float()[None].clone())[0]
+        return self.filters(ids.to(logits.device), logits.float()[None].clone())[0]
 
 
 def draw(weights: Tensor, generator: torch.Generator) -> int:
