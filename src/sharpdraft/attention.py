@@ -80,8 +80,11 @@ class Rows(ABC):
 
     cos: Tensor
     sin: Tensor
-    place: kernels.Place | None = None
-    """Where they stand, for compiled kernels; None where there are none for them."""
+
+    @property
+    def place(self) -> kernels.Place | None:
+        """Where they stand, for compiled kernels; None where there are none for them."""
+        return None
 
     @abstractmethod
     def gains(self, policies: Sequence[Policy | None]) -> Tensor | None:
@@ -151,7 +154,10 @@ class Segments(Rows):
         rotary: Rotary,
         kind: LayerKind = CAUSAL,
     ) -> None:
-        """starts: position of each request's first row. Raises SharpDraftError where a cache has no room for them."""
+        """starts: position of each request's first row. Raises SharpDraftError for no rows, and where a cache has no
+        room for them."""
+        if min(counts) < 1:
+            raise SharpDraftError("a pass needs a row of every request")
         self.caches, self.starts, self.counts, self.kind = list(caches), list(starts), list(counts), kind
         for cache, start, count in zip(caches, starts, counts, strict=True):
             if start + count > (room := min(cache.capacity, len(rotary.cos))):
@@ -180,13 +186,13 @@ class Segments(Rows):
         return [None if mask is None else additive(mask, cache.dtype) for mask in masks]
 
     @cached_property
-    def place(self) -> kernels.Place | None:  # type: ignore[override]
+    def place(self) -> kernels.Place | None:
         if self._requests is None:
             return None
-        turns, batch = (self.cos, self.sin), self.caches[0].keys.shape[1]
+        turns, (layers, batch, heads, _, dim) = (self.cos, self.sin), self.caches[0].keys.shape
         if batch > 1:
             turns = (self.cos.repeat(batch, 1), self.sin.repeat(batch, 1))
-        return kernels.Place(self._requests, turns)
+        return kernels.Place(self._requests, turns, (layers, heads, dim))
 
     def _compiled(
         self,
@@ -197,7 +203,7 @@ class Segments(Rows):
         norms: tuple[Tensor, Tensor, float] | None,
         gain: Tensor | None,
     ) -> Tensor | None:
-        if self.place is None:
+        if self.place is None or (norms is not None and not kernels.takes(*norms[:2])):
             return None
         gain = gain if gain is None or len(qkv) == 1 else gain.repeat(len(qkv))
         kind = self.kind
@@ -290,7 +296,7 @@ def _gain(policy: Policy | None, kind: LayerKind, start: int, count: int, device
     if policy is None:
         return torch.zeros(count, device=device)
     if kind.window is not None:
-        return policy.gain(kind.count(start, count)).to(device)
+        return _checked(policy.gain(kind.count(start, count))).to(device)
     # A drafter's pass is short: a gain is looked up in less time than it takes to count and compute it.
     end = start + count
     table = _gain_table(policy, device, 1 << end.bit_length())
@@ -300,7 +306,13 @@ def _gain(policy: Policy | None, kind: LayerKind, start: int, count: int, device
 @lru_cache(maxsize=64)
 def _gain_table(policy: Policy, device: torch.device, size: int) -> Tensor:
     """The gain at 0 to `size` - 1 visible Keys."""
-    return policy.gain(torch.arange(size)).to(device)
+    return _checked(policy.gain(torch.arange(size))).to(device)
+
+
+def _checked(gain: Tensor) -> Tensor:
+    if gain.dtype != torch.float32:
+        raise TypeError(f"gain must be float32, as a policy returns it, got {gain.dtype}")
+    return gain
 
 
 # Keys that one thread block of a GPU mixes.

@@ -31,7 +31,7 @@ class Linear:
         weight = weight.detach().contiguous()
         self.outs, self.dtype = len(weight), weight.dtype
         self.bias = None if bias is None else bias.detach().contiguous()
-        self.panels = kernels.panels(weight)
+        self.panels = kernels.in_panels(weight)
         self.plain = weight if self.panels is None else None
         self.packed: Tensor | None = None
         if self.plain is not None and weight.device.type == "cpu" and _onednn() and _fast(weight.dtype):
@@ -40,7 +40,7 @@ class Linear:
 
     @property
     def weight(self) -> Tensor:
-        """The weight [out, in]; made from the panels, where those are what is kept."""
+        """The weight [out, in]; a copy, made at every call, where panels are what is kept."""
         if self.plain is not None:
             return self.plain
         assert self.panels is not None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 from torch import Tensor
 
 from . import kernels
 from .attention import CAUSAL, LayerKind, Rows
+from .errors import SharpDraftError
 from .kernels import add_norm
 from .linear import Linear, gated_mlp
 
@@ -18,9 +20,9 @@ from .linear import Linear, gated_mlp
 LayerProbe = Callable[[int, Tensor, Tensor, Tensor | None], None]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Layer:
-    """q_norm, k_norm: of each head, or None."""
+    """Norm weights [size]; q_norm, k_norm: of each head [head_dim], both or neither."""
 
     attn_norm: Tensor
     qkv: Linear
@@ -35,9 +37,9 @@ class Layer:
 
 @dataclass
 class Stack:
-    """Layers one behind the other and the norm behind the last."""
+    """Layers one behind the other, and the norm behind the last [size]."""
 
-    layers: Sequence[Layer]
+    layers: tuple[Layer, ...]
     norm: Tensor
     heads: int
     kv_heads: int
@@ -56,11 +58,14 @@ class Stack:
         """Run hidden [batch, rows, size], which may be overwritten, through all layers.
 
         where, gains: the rows as each kind of layer sees them, and the gain of their Queries (see `Rows.gains`).
-        normed: what the first layer projects, if it is not `hidden` under that layer's norm. taps: layers whose outputs
-        are wanted.
+        normed: what the first layer projects [batch, rows, any], if it is not `hidden` under that layer's norm. taps:
+        layers whose outputs are wanted.
 
-        Returns the last layer's output, the same normed, and the tapped outputs by layer.
+        Returns the last layer's output, the same normed, and the tapped outputs by layer, all [batch, rows, size] in
+        the dtype of hidden. Raises SharpDraftError for a layer that is not there, and for a cache of another shape.
         """
+        if not all(0 <= tap < len(self.layers) for tap in taps):
+            raise SharpDraftError(f"layers {sorted(taps)} are asked for: there are 0 to {len(self.layers) - 1}")
         if probe is None and (done := self._compiled(hidden, where, gains, normed, taps)) is not None:
             return done
         delta: Tensor | None = None
@@ -87,6 +92,10 @@ class Stack:
             tapped[last] = hidden
         return hidden, final, tapped
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has other memory than the table points to."""
+        return {name: value for name, value in vars(self).items() if name != "_table"}
+
     @cached_property
     def _kinds(self) -> list[LayerKind]:
         return list(dict.fromkeys(layer.kind for layer in self.layers))
@@ -99,7 +108,7 @@ class Stack:
             linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
             norms = (layer.attn_norm, layer.q_norm, layer.k_norm, layer.mlp_norm)
             weights = [kernels.Weight.of(x.panels, x.outs, x.bias) for x in linears if x.panels is not None]
-            if len(weights) < len(linears) or not kernels.plain(*norms, *(x.bias for x in linears)):
+            if len(weights) < len(linears) or not kernels.takes(*norms, *(x.bias for x in linears)):
                 return None
             pointers = [None if norm is None else norm.data_ptr() for norm in norms]
             sight = (layer.kind.causal, layer.kind.window or 0, self._kinds.index(layer.kind))
@@ -116,8 +125,11 @@ class Stack:
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]] | None:
         """All of it in one call, where there are kernels for it."""
         place = where[self._kinds[0]].place
-        if place is None or not kernels.plain(hidden) or self._table is None:
+        if place is None or not kernels.takes(hidden) or self._table is None:
             return None
+        dim = self.layers[0].qkv.outs // (self.heads + 2 * self.kv_heads)
+        if place.cached != (shape := (len(self.layers), self.kv_heads, dim)):
+            raise SharpDraftError(f"a cache of (layers, heads, head_dim) {place.cached} for layers of {shape}")
         own = [gains[kind] for kind in self._kinds]
         if (batch := len(hidden)) > 1:
             own = [None if gain is None else gain.repeat(batch) for gain in own]

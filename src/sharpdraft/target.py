@@ -81,7 +81,7 @@ class Target:
             )
             if release:
                 block.to("meta")
-        self.stack = Stack(layers, body.norm.weight.detach(), self.heads, self.kv_heads, self.eps)
+        self.stack = Stack(tuple(layers), body.norm.weight.detach(), self.heads, self.kv_heads, self.eps)
         self.head = Linear(model.lm_head.weight)
         self.rotary = Rotary(body.rotary_emb, self.max_positions, self.device)
 
@@ -122,7 +122,7 @@ class Target:
 
         Returns logits [batch, wanted rows, vocab], the tapped hidden states in the order asked
         (each [batch, rows, hidden]) and the final normed ones [batch, wanted rows, hidden].
-        Raises SharpDraftError where a cache has no room.
+        Raises SharpDraftError where a cache has no room or another shape, and for a tap that is no layer.
         """
         caches = [cache] if isinstance(cache, KVCache) else list(cache)
         counts = [ids.shape[1]] if rows is None else list(rows)

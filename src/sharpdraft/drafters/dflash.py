@@ -77,7 +77,7 @@ class DFlash:
                     kind=kind,
                 )
             )
-        self.stack = Stack(layers, get["norm.weight"], self.heads, self.kv_heads, self.eps)
+        self.stack = Stack(tuple(layers), get["norm.weight"], self.heads, self.kv_heads, self.eps)
         # Context Keys and Values of all layers come out of one product.
         self.context_kv = linear([f"layers.{i}.self_attn.{p}_proj" for i in range(self.num_layers) for p in ("k", "v")])
         self.k_norms = torch.stack([get[f"layers.{i}.self_attn.k_norm.weight"] for i in range(self.num_layers)])[
@@ -121,8 +121,8 @@ class DFlash:
             return known
         self._windowed[window] = other = copy(self)
         other.kinds = tuple(kind if kind.window else replace(kind, window=window) for kind in self.kinds)
-        layers = [replace(x, kind=kind) for x, kind in zip(self.stack.layers, other.kinds, strict=True)]
-        other.stack = replace(self.stack, layers=layers)
+        layers = zip(self.stack.layers, other.kinds, strict=True)
+        other.stack = replace(self.stack, layers=tuple(replace(layer, kind=kind) for layer, kind in layers))
         return other
 
     def _check_target(self, config: Mapping[str, Any], target: Target) -> None:

@@ -105,7 +105,7 @@ class Eagle3:
         self.state_norm = get[f"{layer}.hidden_norm.weight"]
         self.qkv = linear(*(f"{layer}.self_attn.{p}_proj" for p in "qkv"))
         only = Layer(
-            attn_norm=self.state_norm,
+            attn_norm=self.state_norm,  # applied in `_row`, beside the token's
             qkv=self.qkv,
             q_norm=None,
             k_norm=None,
@@ -114,7 +114,7 @@ class Eagle3:
             gate_up=linear(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"),
             down=linear(f"{layer}.mlp.down_proj"),
         )
-        self.stack = Stack([only], get["norm.weight"], self.heads, self.kv_heads, self.eps)
+        self.stack = Stack((only,), get["norm.weight"], self.heads, self.kv_heads, self.eps)
         self.embedding = get.get("embed_tokens.weight", target.embedding)
         self.head = linear("lm_head") if "lm_head.weight" in get else target.head
         self.token_of: Tensor | None = None

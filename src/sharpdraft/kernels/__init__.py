@@ -1,7 +1,7 @@
 """The compiled steps of decoding on a CPU: built once for the machine at hand, and never required.
 
 Where there is no C++ compiler, and for dtypes, devices and shapes that they are not made for, the same steps run as
-PyTorch operations, slower on long contexts.
+PyTorch operations, slower.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Request(ctypes.Structure):
 class Weight(ctypes.Structure):
     """A linear layer: `Weight` of cpu.cpp."""
 
-    _fields_ = (("panels", _POINTER), ("bias", _POINTER), ("narrow", _INT), ("size", _INT), ("outs", _INT))
+    _fields_ = (("panels", _POINTER), ("bias", _POINTER), ("narrow", _INT), ("ins", _INT), ("outs", _INT))
 
     @classmethod
     def of(cls, panels: Tensor, outs: int, bias: Tensor | None) -> Weight:
@@ -69,10 +69,12 @@ class Layer(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Place:
-    """Where rows stand, as the kernels take it. turns: cosines and sines [rows, dim]."""
+    """Where rows stand, as the kernels take it. turns: cosines and sines, float32 [rows of all of a batch, dim];
+    cached: layers, heads and head_dim of their caches."""
 
     requests: ctypes.Array[Request]
     turns: tuple[Tensor, Tensor]
+    cached: tuple[int, int, int]
 
 
 @cache
@@ -92,13 +94,13 @@ def library(lanes: int) -> ctypes.CDLL | None:
     """The compiled kernels, built if this machine has not built them yet; None where that is not possible."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
-        _log.warning("no C++ compiler: attention runs as PyTorch operations, slower on long contexts")
+        _log.warning("no C++ compiler: decoding runs as PyTorch operations, slower")
         return None
     try:
         built = ctypes.CDLL(str(_build(compiler, lanes)))
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", "") or str(error)
-        _log.warning("kernels could not be built, attention runs as PyTorch operations: %s", said.strip()[-500:])
+        _log.warning("kernels could not be built, decoding runs as PyTorch operations: %s", said.strip()[-500:])
         return None
     built.sharpdraft_attend.argtypes = [
         *(_INT, _POINTER, _INT, _POINTER, _INT, _INT, _INT),
@@ -137,7 +139,7 @@ def _build(compiler: str, lanes: int) -> Path:
     return path
 
 
-def plain(*tensors: Tensor | None) -> bool:
+def takes(*tensors: Tensor | None) -> bool:
     """Whether kernels may read and write these: float32 on the CPU, one row behind the other, no gradients, and real
     memory, which subclasses need not have."""
     if torch.is_grad_enabled():
@@ -153,7 +155,7 @@ def plain(*tensors: Tensor | None) -> bool:
 def requests(caches: Sequence[KVCache], starts: Sequence[int], counts: Sequence[int]) -> ctypes.Array[Request] | None:
     """Requests for `attend`, one for every cache, or for every row of a single cache's batch; None where kernels are
     not made for them."""
-    if any(not plain(each.keys) for each in caches) or library_for(caches[0].keys.shape[-1]) is None:
+    if any(not takes(each.keys) for each in caches) or library_for(caches[0].keys.shape[-1]) is None:
         return None
     found = []
     for each, start, count in zip(caches, starts, counts, strict=True):
@@ -216,7 +218,7 @@ def attend(
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`hidden + delta`, perhaps in the memory of `hidden`, and its root mean square norm; all [..., size]."""
-    if plain(hidden, delta, weight) and (kernels := widest()) is not None:
+    if takes(hidden, delta, weight) and (kernels := widest()) is not None:
         size = hidden.shape[-1]
         normed = torch.empty_like(hidden)
         rows = hidden.numel() // size
@@ -231,7 +233,7 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -
 
 def gated(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of [..., 2 * size], gates first."""
-    if plain(gate_up) and (kernels := widest()) is not None:
+    if takes(gate_up) and (kernels := widest()) is not None:
         size = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], size)
         kernels.sharpdraft_gated(gate_up.data_ptr(), gate_up.numel() // (2 * size), size, out.data_ptr())
@@ -240,21 +242,22 @@ def gated(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def panels(weight: Tensor) -> Tensor | None:
+def in_panels(weight: Tensor) -> Tensor | None:
     """A float32 weight [outs, in] in the layout of `linear`: [panels, in, outs of a panel], the last filled up with
     zeros; as bfloat16 if that holds it exactly, which is half the memory. None where kernels are not made for it."""
     if type(weight) not in _REAL or not weight.is_cpu or weight.dtype != torch.float32 or widest() is None:
         return None
-    narrow = weight.bfloat16()
-    weight = narrow if torch.equal(narrow.float(), weight) else weight
-    filled = F.pad(weight, (0, 0, 0, -len(weight) % panel()))
-    return filled.unflatten(0, (-1, panel())).transpose(1, 2).contiguous()
+    if torch.equal(weight.bfloat16().float(), weight):
+        weight = weight.bfloat16()
+    if missing := -len(weight) % panel():
+        weight = F.pad(weight, (0, 0, 0, missing))
+    return weight.unflatten(0, (-1, panel())).transpose(1, 2).contiguous()
 
 
 def linear(x: Tensor, panels: Tensor, outs: int, bias: Tensor | None) -> Tensor | None:
-    """`x @ weight.T + bias` in float32 for x [..., in] and the `panels` of a weight [outs, in]; None where kernels are
-    not made for them."""
-    if not plain(x, bias) or (kernels := widest()) is None:
+    """`x @ weight.T + bias` in float32 for x [..., in] and a weight [outs, in] as `in_panels` lays it out; None where
+    kernels are not made for them."""
+    if not takes(x, bias) or (kernels := widest()) is None:
         return None
     out = x.new_empty(*x.shape[:-1], outs)
     weight = Weight.of(panels, outs, bias)
@@ -274,10 +277,10 @@ def layers(
     normed: Tensor | None,
     taps: Collection[int],
 ) -> tuple[Tensor, Tensor, dict[int, Tensor]] | None:
-    """All of a pass between embedding and head; see `Stack.run`. gains: one for each kind of layer. None where kernels
-    are not made for it."""
+    """All of a pass between embedding and head; see `Stack.run`. gains: float32 [rows] or None, one for each kind of
+    layer. None where kernels are not made for it."""
     dim = place.turns[0].shape[-1]
-    if not plain(hidden, normed, norm) or (kernels := library_for(dim)) is None:
+    if not takes(hidden, normed, norm) or (kernels := library_for(dim)) is None:
         return None
     final = torch.empty_like(hidden)
     tapped = {layer: torch.empty_like(hidden) for layer in taps}

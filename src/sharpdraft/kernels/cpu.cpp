@@ -276,7 +276,8 @@ void attend_part(const Request &request, const Part &part, int64_t layer, Sight 
 // Norm, scale and rotate the Queries and Keys of new rows, write their Keys and Values into the caches, and attend.
 //
 // qkv [rows, heads + 2 kv_heads, dim]: rows of all requests one behind the other; it is overwritten. q_norm, k_norm
-// [dim] and gain [rows], its values gain_stride apart: null for none. cosine, sine [rows, dim]. mixed [rows, heads, dim].
+// [dim] and gain [rows], its values gain_stride apart: null for none. cosine, sine [rows, dim]. mixed [rows, heads,
+// dim].
 extern "C" void sharpdraft_attend(int64_t count, const Request *requests, int64_t layer, float *qkv, int64_t heads,
                                   int64_t kv_heads, int64_t dim, const float *q_norm, const float *k_norm, float eps,
                                   const float *gain, int64_t gain_stride, const float *cosine, const float *sine,
@@ -383,8 +384,9 @@ extern "C" void sharpdraft_attend(int64_t count, const Request *requests, int64_
     }
 }
 
-// A linear layer: weight [outs, in], float32 or bfloat16, laid out as [outs / PANEL, in, PANEL], so that a product reads
-// memory from one end to the other; bias [outs] or null.
+// A linear layer: weight [outs, in], float32 or bfloat16, laid out as [panels, in, PANEL], so that a product reads
+// memory from one end to the other; the last panel is filled up with zeros. bias [outs] or null. PANEL is given by the
+// build.
 extern "C" struct Weight {
     const void *panels;
     const float *bias;
@@ -395,45 +397,48 @@ namespace {
 
 constexpr int COLUMNS = PANEL / W;
 constexpr int ROWS_AT_ONCE = ACCUMULATORS / COLUMNS;
-constexpr int AHEAD = 16384;  // bytes that are fetched ahead
+constexpr int AHEAD = 16384;     // bytes that are fetched ahead
+constexpr int64_t CHUNK = 512;  // inputs that are summed up by themselves, or wide layers would lose digits
 
 // ROWS rows of x [ROWS, in] by a panel, of which `count` outputs are real.
 template <int ROWS, typename T>
 void product(const float *x, const T *panel, int64_t in, const float *bias, int64_t count, float *out, int64_t outs) {
-    Vec acc[ROWS][COLUMNS];
-    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int c = 0; c < COLUMNS; c++) acc[r][c] = Vec{};
-    for (int64_t i = 0; i < in; i++, panel += PANEL) {
-        const char *next = reinterpret_cast<const char *>(panel) + AHEAD;
-        for (size_t line = 0; line < PANEL * sizeof(T); line += LINE * sizeof(float)) __builtin_prefetch(next + line);
-        Vec each[COLUMNS];
-        UNROLL for (int c = 0; c < COLUMNS; c++) each[c] = load(panel + c * W);
-        UNROLL for (int r = 0; r < ROWS; r++) {
-            Vec own = all(x[r * in + i]);
-            UNROLL for (int c = 0; c < COLUMNS; c++) acc[r][c] += own * each[c];
+    alignas(64) float whole[ROWS][PANEL] = {};
+    for (int64_t from = 0; from < in; from += CHUNK) {
+        Vec acc[ROWS][COLUMNS];
+        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int c = 0; c < COLUMNS; c++) acc[r][c] = Vec{};
+        for (int64_t i = from; i < std::min(in, from + CHUNK); i++, panel += PANEL) {
+            const char *next = reinterpret_cast<const char *>(panel) + AHEAD;
+            for (size_t at = 0; at < PANEL * sizeof(T); at += LINE * sizeof(float)) __builtin_prefetch(next + at);
+            Vec each[COLUMNS];
+            UNROLL for (int c = 0; c < COLUMNS; c++) each[c] = load(panel + c * W);
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                Vec own = all(x[r * in + i]);
+                UNROLL for (int c = 0; c < COLUMNS; c++) acc[r][c] += own * each[c];
+            }
         }
+        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int c = 0; c < COLUMNS; c++)
+            store(whole[r] + c * W, load(whole[r] + c * W) + acc[r][c]);
     }
-    UNROLL for (int r = 0; r < ROWS; r++) {
-        alignas(64) float whole[PANEL];
-        UNROLL for (int c = 0; c < COLUMNS; c++) store(whole + c * W, acc[r][c]);
-        for (int64_t o = 0; o < count; o++) out[r * outs + o] = whole[o] + (bias ? bias[o] : 0.0f);
-    }
+    UNROLL for (int r = 0; r < ROWS; r++)
+        for (int64_t o = 0; o < count; o++) out[r * outs + o] = whole[r][o] + (bias ? bias[o] : 0.0f);
 }
 
 template <typename T> void products(const Weight &weight, const float *x, int64_t rows, float *out) {
     const int64_t in = weight.in, outs = weight.outs;
     const int64_t tiles = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, panels = (outs + PANEL - 1) / PANEL;
-    // A panel is read once for all tiles, unless there are too few panels to keep every thread busy.
-    const int64_t groups = std::clamp<int64_t>(4 * threads() / panels, 1, tiles);
+    // A panel is read once for all tiles, unless there are too few panels and enough tiles for all threads.
+    const int64_t groups = std::max<int64_t>(1, std::min(4 * threads() / panels, tiles));
 #pragma omp parallel for schedule(static) if (in * outs > 1 << 16)
     for (int64_t unit = 0; unit < panels * groups; unit++) {
         int64_t o = unit / groups * PANEL, group = unit % groups;
         const T *panel = static_cast<const T *>(weight.panels) + o * in;
         const float *bias = weight.bias ? weight.bias + o : nullptr;
+        const int64_t count = std::min<int64_t>(PANEL, outs - o);
         for (int64_t tile = tiles * group / groups; tile < tiles * (group + 1) / groups; tile++) {
             int64_t row = rows * tile / tiles, take = rows * (tile + 1) / tiles - row;
             with_constant<ROWS_AT_ONCE>(take, [&](auto r) {
-                product<r.value>(x + row * in, panel, in, bias, std::min<int64_t>(PANEL, outs - o), out + row * outs + o,
-                                 outs);
+                product<r.value>(x + row * in, panel, in, bias, count, out + row * outs + o, outs);
             });
         }
     }
@@ -484,14 +489,15 @@ extern "C" struct Layer {
 
 // All layers of a pass, one behind the other, and the norm behind the last.
 //
-// hidden [rows, size]: overwritten by the last layer's output. normed [rows, in of the first layer's qkv]: what the first
-// layer projects, null for `hidden` under its norm. final [rows, size]. tapped: where the output of each layer goes, null for nowhere.
-// Everything else is as in sharpdraft_attend.
-extern "C" void sharpdraft_layers(int64_t layer_count, const Layer *layers, int64_t heads, int64_t kv_heads, int64_t dim,
-                                  int64_t size, float eps, const float *norm, int64_t count, const Request *requests,
-                                  int64_t rows, const float *cosine, const float *sine, const float *const *gain,
-                                  const int64_t *gain_stride, float *hidden, const float *normed, float *final,
-                                  float *const *tapped) {
+// hidden [rows, size]: overwritten by the last layer's output. normed [rows, in of the first layer's qkv]: what the
+// first layer projects, null for `hidden` under its norm. final_norm [size], final [rows, size]: behind the last layer.
+// tapped: where the output of each layer goes, null for nowhere. gain, gain_stride: as in sharpdraft_attend, one for
+// each kind of layer.
+extern "C" void sharpdraft_layers(int64_t layer_count, const Layer *layers, int64_t heads, int64_t kv_heads,
+                                  int64_t dim, int64_t size, float eps, const float *final_norm, int64_t count,
+                                  const Request *requests, int64_t rows, const float *cosine, const float *sine,
+                                  const float *const *gain, const int64_t *gain_stride, float *hidden,
+                                  const float *normed, float *final, float *const *tapped) {
     static thread_local std::vector<float> own_normed, qkv, mixed, delta, gate_up, active;
     own_normed.resize(rows * size);
     delta.resize(rows * size);
@@ -521,6 +527,6 @@ extern "C" void sharpdraft_layers(int64_t layer_count, const Layer *layers, int6
         sharpdraft_linear(&layer.down, active.data(), rows, delta.data());
         added = delta.data();
     }
-    sharpdraft_add_norm(hidden, added, norm, eps, rows, size, final);
+    sharpdraft_add_norm(hidden, added, final_norm, eps, rows, size, final);
     tap(layer_count - 1);
 }
