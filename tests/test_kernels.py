@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
@@ -30,6 +30,8 @@ from sharpdraft.target import Target
 from test_fixed import drafter_of
 
 compiled = pytest.mark.skipif(library(8) is None, reason="no C++ compiler here")
+no_avx512 = pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512")
+WIDTHS = [8, pytest.param(16, marks=no_avx512)]
 CAPACITY = 440
 POLICIES = [None, FixedSlope(33), FixedSlope(100, slope=0.3, max_scale=4.0), Constant(1.3)]
 
@@ -57,7 +59,7 @@ def filled(kv_heads: int, dim: int, length: int, seed: int, batch: int = 1) -> K
 
 
 @compiled
-@pytest.mark.parametrize("width", [8, 16])
+@pytest.mark.parametrize("width", WIDTHS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1), (9, 3)]),
@@ -82,7 +84,6 @@ def test_attention_is_pytorchs(
     seed: int,
 ) -> None:
     """Any number of requests at any length, seeing what their kind of layer sees; and what is cached."""
-    assume(width == 8 or torch.backends.cpu.get_cpu_capability() == "AVX512")
     batch = batch if len(spans) == 1 else 1
     ours, theirs = both_ways(monkeypatch, width, heads, width * vectors, spans, batch, kind, scaled, normed, seed)
     for one, other in zip(ours, theirs, strict=True):
@@ -161,7 +162,7 @@ def test_gains_are_the_policys_at_the_keys_each_row_sees(
 
 
 @compiled
-@pytest.mark.parametrize("width", [8, 16])
+@pytest.mark.parametrize("width", WIDTHS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.integers(1, 4), min_size=0, max_size=1),
@@ -183,7 +184,6 @@ def test_linear(
 ) -> None:
     """Any number of rows, inputs and outputs, few enough for one thread and more; a row is to the bit the same whatever
     rows it comes with."""
-    assume(width == 8 or torch.backends.cpu.get_cpu_capability() == "AVX512")
     torch.manual_seed(rows + size + outs)
     x, weight = torch.randn(*lead, rows, size), torch.randn(outs, size)
     weight = weight.bfloat16().float() if narrow else weight
