@@ -55,7 +55,7 @@ class Recipe(trainer.Recipe):
                 mask_token=config["dflash_config"]["mask_token_id"],
                 start_layers=(),
                 steps=400,
-                rate=5e-4,
+                rate=1e-3,
                 warmup=40,
             )
 

@@ -58,7 +58,7 @@ class Recipe(trainer.Recipe):
                 start_layer=None,
                 vocabulary=config["draft_vocab_size"],
                 steps=400,
-                rate=5e-4,
+                rate=1e-3,
                 warmup=40,
             )
 
