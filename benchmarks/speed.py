@@ -86,10 +86,12 @@ def by_vllm(engine: Engine, prefixes: Prefixes, new: int) -> Measured:
 
 
 def by_us(sessions: Sequence[Session], several: Several, arm: Arm, prefixes: Prefixes, new: int) -> Measured:
+    # All drafters read all prefixes, before any is chosen for any request: what one had not read, it would read later.
     several.chosen = None
     for session, prefix in zip(sessions, prefixes, strict=True):
         session.drafting = True
         catch_up(session, prefix)
+    for session in sessions:
         arm.set(session, several)
         if arm.drafting:
             several.catch_up([session.drafts], [arm.policy])

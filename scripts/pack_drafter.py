@@ -1,4 +1,4 @@
-"""Put a trained EAGLE 3.1 or PARD drafter of the built-in target among those that come with the package.
+"""Put a trained drafter of the built-in target among those that come with the package.
 
     python scripts/pack_drafter.py runs/eagle3/drafter eagle3
 
