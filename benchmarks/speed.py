@@ -2,15 +2,15 @@
 
     pip install --no-deps dflash==0.1.0        # for `dflash_generate`
     python benchmarks/speed.py [--places 512x1,512x4,512x16,2048x1,2048x4,4096x1,7000x1] [--tokens 48] [--rounds 3]
-        [--drafters eagle3,dflash,pard] [--vllm .venv-vllm/bin/python] [--memory] [--out FILE.json]
+        [--drafters eagle3,dflash,pard] [--block N] [--vllm .venv-vllm/bin/python] [--memory] [--out FILE.json]
 
 A place is a context length and a batch. Each system reads the same prefixes and then writes the same number of tokens,
 greedily; prefill is not counted. What is printed for every system is the ratio of its tokens per second to ours without
 a drafter (AR), quartiles over the rounds, how often it wrote the tokens that AR wrote, and for ours the milliseconds of
-a draft and of a verify pass. Drafters are those built in, each by its recommended policy and with its recommended
-block, which DFlash's is in every system; transformers' assistant is the language model of the PARD one. --vllm: the
-Python of an environment with vLLM, which then joins in alone and with the DFlash drafter. --memory: also what a fresh
-process that decodes this way needs at its peak.
+a draft and of a verify pass. Drafters are those built in, each by its recommended policy and with blocks of N tokens or
+those it recommends, the DFlash one's the same in every system; transformers' assistant is the language model of the
+PARD one. --vllm: the Python of an environment with vLLM, which then joins in alone and with the DFlash drafter.
+--memory: also what a fresh process that decodes this way needs at its peak.
 """
 
 from __future__ import annotations
@@ -85,14 +85,16 @@ def by_vllm(engine: Engine, prefixes: Prefixes, new: int) -> Measured:
     return Measured(done["tokens"], done["decoded"] / done["seconds"])
 
 
-def by_us(sessions: Sequence[Session], several: Several, arm: Arm, prefixes: Prefixes, new: int) -> Measured:
+def by_us(
+    sessions: Sequence[Session], several: Several, arm: Arm, block: int | None, prefixes: Prefixes, new: int
+) -> Measured:
     # All drafters read all prefixes, before any is chosen for any request: what one had not read, it would read later.
     several.chosen = None
     for session, prefix in zip(sessions, prefixes, strict=True):
         session.drafting = True
         catch_up(session, prefix)
     for session in sessions:
-        arm.set(session, several)
+        arm.set(session, several, block)
         if arm.drafting:
             several.catch_up([session.drafts], [arm.policy])
     # The round that reads the prefix's last token also writes the first new one.
@@ -127,6 +129,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--drafters", default="eagle3,dflash,pard")
+    parser.add_argument("--block", type=int)
     parser.add_argument("--vllm", type=Path)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--only", help=argparse.SUPPRESS)
@@ -157,7 +160,7 @@ def main() -> None:
     if (folder := built_in_drafter(SMOLLM2, "pard")) is not None:
         assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if (dflash_folder := built_in_drafter(SMOLLM2, "dflash")) is not None:
-        block = load_drafter(dflash_folder, target).block_size
+        block = options.block or load_drafter(dflash_folder, target).block_size
         try:
             import dflash.model
 
@@ -179,10 +182,11 @@ def main() -> None:
                 str(options.vllm),
             )
     report: dict[str, Any] = {"machine": machine(), "transformers": transformers.__version__, "tokens": new, "rows": []}
+    report["block"] = options.block
     for context, batch in track(places, description="places"):
         sessions = [Session(target, several, capacity=context + new + 1) for _ in range(batch)]
         systems: dict[str, Callable[[Prefixes], Measured]] = {
-            name: partial(by_us, sessions, several, arm, new=new) for name, arm in arms.items()
+            name: partial(by_us, sessions, several, arm, options.block, new=new) for name, arm in arms.items()
         }
         systems["transformers"] = partial(by_transformers, model, new=new)
         if batch == 1 and assistant is not None:
@@ -247,7 +251,7 @@ def alone(
     drafter = several if arms[name].drafting else None
     sessions = [Session(target, drafter, capacity=context + new + 1) for _ in range(batch)]
     if drafter is not None:
-        by_us(sessions, several, arms[name], prefixes, new)
+        by_us(sessions, several, arms[name], None, prefixes, new)
     else:
         for session, prefix in zip(sessions, prefixes, strict=True):
             session.read(prefix[:-1])
