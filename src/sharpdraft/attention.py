@@ -16,7 +16,7 @@ from . import kernels
 from .cardinality import block_keys, causal_keys
 from .decode.cache import KVCache
 from .errors import SharpDraftError
-from .scale import Policy, scale_queries
+from .scale import Policy, as_gain, scale_queries
 
 
 class Rotary:
@@ -80,6 +80,7 @@ class Rows(ABC):
 
     cos: Tensor
     sin: Tensor
+    kind: LayerKind
 
     @property
     def place(self) -> kernels.Place | None:
@@ -113,8 +114,9 @@ class Rows(ABC):
         Key norms [head_dim] and their epsilon; gain [rows], as `gains` makes it.
         Returns [batch, rows, heads * head_dim].
         """
-        if probe is None and (mixed := self._compiled(layer, qkv, heads, kv_heads, norms, gain)) is not None:
-            return mixed
+        if probe is None and self.place is not None and (norms is None or kernels.takes(*norms[:2])):
+            sight = (self.kind.causal, self.kind.window)
+            return kernels.attend(self.place, layer, qkv.float(), heads, kv_heads, norms, gain, *sight)
         batch, rows = qkv.shape[:2]
         each = qkv.view(batch, rows, heads + 2 * kv_heads, -1).transpose(1, 2)
         query, keys, values = each.split((heads, kv_heads, kv_heads), dim=1)
@@ -124,18 +126,6 @@ class Rows(ABC):
         if gain is not None:
             query = scale_queries(query, gain[None, None])
         return self._attend(layer, self.rotate(query), self.rotate(keys), values, probe)
-
-    def _compiled(
-        self,
-        layer: int,
-        qkv: Tensor,
-        heads: int,
-        kv_heads: int,
-        norms: tuple[Tensor, Tensor, float] | None,
-        gain: Tensor | None,
-    ) -> Tensor | None:
-        """All of it by a compiled kernel, where there is one."""
-        return None
 
     @abstractmethod
     def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, probe: Probe | None) -> Tensor:
@@ -193,21 +183,6 @@ class Segments(Rows):
         if batch > 1:
             turns = (self.cos.repeat(batch, 1), self.sin.repeat(batch, 1))
         return kernels.Place(self._requests, turns, (layers, heads, dim))
-
-    def _compiled(
-        self,
-        layer: int,
-        qkv: Tensor,
-        heads: int,
-        kv_heads: int,
-        norms: tuple[Tensor, Tensor, float] | None,
-        gain: Tensor | None,
-    ) -> Tensor | None:
-        if self.place is None or (norms is not None and not kernels.takes(*norms[:2])):
-            return None
-        gain = gain if gain is None or len(qkv) == 1 else gain.repeat(len(qkv))
-        kind = self.kind
-        return kernels.attend(self.place, layer, qkv.float(), heads, kv_heads, norms, gain, kind.causal, kind.window)
 
     def _attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, probe: Probe | None) -> Tensor:
         parts = []
@@ -296,7 +271,7 @@ def _gain(policy: Policy | None, kind: LayerKind, start: int, count: int, device
     if policy is None:
         return torch.zeros(count, device=device)
     if kind.window is not None:
-        return _checked(policy.gain(kind.count(start, count))).to(device)
+        return as_gain(policy.gain(kind.count(start, count))).to(device)
     # A drafter's pass is short: a gain is looked up in less time than it takes to count and compute it.
     end = start + count
     table = _gain_table(policy, device, 1 << end.bit_length())
@@ -306,13 +281,7 @@ def _gain(policy: Policy | None, kind: LayerKind, start: int, count: int, device
 @lru_cache(maxsize=64)
 def _gain_table(policy: Policy, device: torch.device, size: int) -> Tensor:
     """The gain at 0 to `size` - 1 visible Keys."""
-    return _checked(policy.gain(torch.arange(size))).to(device)
-
-
-def _checked(gain: Tensor) -> Tensor:
-    if gain.dtype != torch.float32:
-        raise TypeError(f"gain must be float32, as a policy returns it, got {gain.dtype}")
-    return gain
+    return as_gain(policy.gain(torch.arange(size))).to(device)
 
 
 # Keys that one thread block of a GPU mixes.

@@ -114,6 +114,13 @@ class Constant:
         return torch.full_like(keys, self.scale - 1, dtype=torch.float32)
 
 
+def as_gain(gain: Tensor) -> Tensor:
+    """The gain itself. Raises TypeError where it is not float32, as a policy returns it."""
+    if gain.dtype != torch.float32:
+        raise TypeError(f"gain must be float32, as a policy returns it, got {gain.dtype}")
+    return gain
+
+
 def scale_queries(query: Tensor, gain: Tensor) -> Tensor:
     """Scale each Query row by `1 + gain`, in the arithmetic of arXiv 2610.05106.
 
@@ -138,8 +145,7 @@ def scale_queries(query: Tensor, gain: Tensor) -> Tensor:
     """
     if query.dtype not in _QUERY_DTYPES:
         raise TypeError(f"query must be float16, bfloat16 or float32, got {query.dtype}")
-    if gain.dtype != torch.float32:
-        raise TypeError(f"gain must be float32, as a policy returns it, got {gain.dtype}")
+    as_gain(gain)
     rows = query.shape[:-1]
     if query.dim() != gain.dim() + 1 or any(g not in (1, r) for g, r in zip(gain.shape, rows, strict=True)):
         raise ValueError(

@@ -125,13 +125,11 @@ class Stack:
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]] | None:
         """All of it in one call, where there are kernels for it."""
         place = where[self._kinds[0]].place
-        if place is None or not kernels.takes(hidden) or self._table is None:
+        if place is None or not kernels.takes(hidden, normed, self.norm) or self._table is None:
             return None
         dim = self.layers[0].qkv.outs // (self.heads + 2 * self.kv_heads)
         if place.cached != (shape := (len(self.layers), self.kv_heads, dim)):
             raise SharpDraftError(f"a cache of (layers, heads, head_dim) {place.cached} for layers of {shape}")
         own = [gains[kind] for kind in self._kinds]
-        if (batch := len(hidden)) > 1:
-            own = [None if gain is None else gain.repeat(batch) for gain in own]
         args = (self.heads, self.kv_heads, self.norm, self.eps)
         return kernels.layers(self._table, place, *args, own, hidden, normed, taps)

@@ -188,13 +188,14 @@ def attend(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    """All of attention between the projections; see `Segments.attention`. qkv is overwritten."""
+    """All of attention between the projections; see `Rows.attention`. qkv is overwritten."""
     qkv = qkv.contiguous()
     dim = qkv.shape[-1] // (heads + 2 * kv_heads)
     mixed = qkv.new_empty(*qkv.shape[:2], heads * dim)
     kernels = library_for(dim)
     assert kernels is not None
     q_norm, k_norm, eps = norms or (None, None, 0.0)
+    gain = _of_batch(gain, len(qkv))
     kernels.sharpdraft_attend(
         len(place.requests),
         place.requests,
@@ -276,12 +277,13 @@ def layers(
     hidden: Tensor,
     normed: Tensor | None,
     taps: Collection[int],
-) -> tuple[Tensor, Tensor, dict[int, Tensor]] | None:
+) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
     """All of a pass between embedding and head; see `Stack.run`. gains: float32 [rows] or None, one for each kind of
-    layer. None where kernels are not made for it."""
+    layer. The tensors are such as `takes` says."""
     dim = place.turns[0].shape[-1]
-    if not takes(hidden, normed, norm) or (kernels := library_for(dim)) is None:
-        return None
+    kernels = library_for(dim)
+    assert kernels is not None
+    gains = [_of_batch(gain, len(hidden)) for gain in gains]
     final = torch.empty_like(hidden)
     tapped = {layer: torch.empty_like(hidden) for layer in taps}
     rows, size = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
@@ -294,6 +296,11 @@ def layers(
         (_POINTER * len(table))(*(_at(tapped.get(layer)) for layer in range(len(table)))),
     )
     return hidden, final, tapped
+
+
+def _of_batch(gain: Tensor | None, batch: int) -> Tensor | None:
+    """The gain of all rows of all sequences of a batch."""
+    return gain if gain is None or batch == 1 else gain.repeat(batch)
 
 
 def _at(tensor: Tensor | None) -> int | None:
