@@ -1,4 +1,5 @@
-"""Our loop against `dflash_generate` of the DFlash authors' package: same checkpoint, prompts, and machine.
+"""Our loop against `dflash_generate` of the DFlash authors' package: same checkpoint, prompts, and
+machine.
 
     pip install --no-deps dflash==0.1.0
     python benchmarks/against_dflash.py [--contexts 256,1024,4096] [--sessions 4] [--tokens 128]
@@ -19,11 +20,11 @@ from dflash.model import DFlashDraftModel, dflash_generate
 from rich.progress import track
 from transformers import AutoModelForCausalLM
 
-from sharpdraft.decode.loop import Session
+from sharpdraft.decode.session import Session
 from sharpdraft.drafters.dflash import DFlash
-from sharpdraft.lab.bench import machine
-from sharpdraft.lab.tasks import recordings
-from sharpdraft.models import SMOLLM2, built_in_drafter, load_target, smollm2_dir
+from sharpdraft.hub.models import SMOLLM2, built_in_drafter, load_target, smollm2_dir
+from sharpdraft.lab.runs import machine
+from sharpdraft.workloads.tasks import recordings
 
 
 def main() -> None:
@@ -41,7 +42,9 @@ def main() -> None:
     peer_target = AutoModelForCausalLM.from_pretrained(smollm2_dir(), dtype=torch.float32)
     peer = DFlashDraftModel.from_pretrained(directory, dtype=torch.float32)
     rows = []
-    places = [(r, int(c)) for c in options.contexts.split(",") for r in recordings()[: options.sessions]]
+    places = [
+        (r, int(c)) for c in options.contexts.split(",") for r in recordings()[: options.sessions]
+    ]
     for number, (recording, context) in enumerate(track(places, description="prefixes")):
         turn = next(t for t in recording.turns if t.answer >= context)
         prompt = list(recording.tokens[: turn.answer])
@@ -59,7 +62,12 @@ def main() -> None:
                 )
             else:
                 done = dflash_generate(
-                    peer, peer_target, torch.tensor([prompt]), options.tokens, None, return_stats=True
+                    peer,
+                    peer_target,
+                    torch.tensor([prompt]),
+                    options.tokens,
+                    None,
+                    return_stats=True,
                 )
                 ids = done.output_ids[0, len(prompt) :].tolist()
                 seconds = done.time_per_output_token * done.num_output_tokens

@@ -1,10 +1,12 @@
-"""Are the tokens of a bench run those of transformers? Reads the run's rows and asks transformers' own forward.
+"""Are the tokens of a bench run those of transformers? Reads the run's rows and asks transformers'
+own forward.
 
     python benchmarks/check_lossless.py sharpdraft-bench/rows.jsonl [--generate 32]
 
-Every answer of a recorded session is given to transformers behind the same prefix, and each token compared with
-the argmax there, which is what greedy `generate` would have written. With --generate N, `generate` itself writes
-the first N tokens of every answer. A difference is printed with the gap between the two logits.
+Every answer of a recorded session is given to transformers behind the same prefix, and each token
+compared with the argmax there, which is what greedy `generate` would have written. With --generate
+N, `generate` itself writes the first N tokens of every answer. A difference is printed with the gap
+between the two logits.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import torch
 from rich.progress import track
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from sharpdraft.lab.tasks import recordings
-from sharpdraft.models import smollm2_dir
+from sharpdraft.hub.models import smollm2_dir
+from sharpdraft.workloads.tasks import recordings
 
 
 @torch.inference_mode()
@@ -39,9 +41,9 @@ def main() -> None:
             start, answer = row["context"], torch.tensor([row["tokens"]])
             for at in range(cache.get_seq_length(), start - 1, 512):
                 model(tokens[:, at : min(at + 512, start - 1)], past_key_values=cache)
-            logits = model(torch.cat((tokens[:, start - 1 : start], answer[:, :-1]), 1), past_key_values=cache).logits[
-                0
-            ]
+            logits = model(
+                torch.cat((tokens[:, start - 1 : start], answer[:, :-1]), 1), past_key_values=cache
+            ).logits[0]
             top = logits.max(-1)
             for i in (top.indices != answer[0]).nonzero()[:, 0].tolist():
                 gap = float(top.values[i] - logits[i, answer[0, i]])

@@ -1,13 +1,15 @@
-"""All that only a GPU can show of the loop, in one go: is it right there, and what do graphs and scaling cost?
+"""All that only a GPU can show of the loop, in one go: is it right there, and what do graphs and
+scaling cost?
 
     python benchmarks/cuda.py [--seconds 330] [--small] [--out FILE.json]
 
-Needs PyTorch and transformers and nothing from a network: target and drafters have random weights, and prefer a few
-tokens, so that some drafts are right. In float32 the tokens of every drafter, scaled or not, by graphs and without, one
-request and eight at once, must be those of the target alone; a graph's rounds must be the loop's. In bfloat16 it then
-times rounds with and without graphs, scaled and not, and counts how often a round waits for the device. Ends early,
-with what it has, when the seconds are over. Exit code 1 if anything was wrong. --small and a machine without CUDA: the
-same checks on small models, to try the script.
+Needs PyTorch and transformers and nothing from a network: target and drafters have random weights,
+and prefer a few tokens, so that some drafts are right. In float32 the tokens of every drafter,
+scaled or not, by graphs and without, one request and eight at once, must be those of the target
+alone; a graph's rounds must be the loop's. In bfloat16 it then times rounds with and without
+graphs, scaled and not, and counts how often a round waits for the device. Ends early, with what it
+has, when the seconds are over. Exit code 1 if anything was wrong. --small and a machine without
+CUDA: the same checks on small models, to try the script.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sharpdraft import Batch, FixedSlope, Session
-from sharpdraft.decode.fixed import FixedRounds
-from sharpdraft.decode.loop import round_together
+from sharpdraft.decode.graphs import FixedRounds
+from sharpdraft.decode.session import round_together
 from sharpdraft.drafters.dflash import DFlash
 from sharpdraft.drafters.eagle3 import Eagle3
 from sharpdraft.drafters.pard import Pard
-from sharpdraft.lab.bench import machine
-from sharpdraft.target import Target
+from sharpdraft.lab.runs import machine
+from sharpdraft.model.causal_lm import CausalLM
 
 POLICIES = {"frozen": None, "sharpdraft": FixedSlope(64)}
 REPORT: dict[str, Any] = {"checks": [], "times": []}
@@ -42,7 +44,9 @@ def note(kind: str, **row: Any) -> None:
     print(json.dumps(row), flush=True)
 
 
-def models(device: torch.device, dtype: torch.dtype, small: bool) -> tuple[Target, dict[str, Any]]:
+def models(
+    device: torch.device, dtype: torch.dtype, small: bool
+) -> tuple[CausalLM, dict[str, Any]]:
     """A random target and its drafters, whose head prefers five tokens."""
     size, layers, heads, kv, vocab = (64, 4, 8, 2, 96) if small else (1024, 16, 16, 4, 32_000)
     shape: dict[str, Any] = {
@@ -55,12 +59,14 @@ def models(device: torch.device, dtype: torch.dtype, small: bool) -> tuple[Targe
         "max_position_embeddings": 16_384,
     }
     torch.manual_seed(0)
-    config = LlamaConfig(**shape, num_hidden_layers=layers, initializer_range=0.4 / (size / 64) ** 0.5)
+    config = LlamaConfig(
+        **shape, num_hidden_layers=layers, initializer_range=0.4 / (size / 64) ** 0.5
+    )
     model: Any = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         model.lm_head.weight[:10] *= 0.1
         model.lm_head.weight[15:] *= 0.1
-    target = Target(model.to(device, dtype))
+    target = CausalLM(model.to(device, dtype))
 
     def weights(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
         scale = 0.4 / (size / 64) ** 0.5
@@ -70,7 +76,12 @@ def models(device: torch.device, dtype: torch.dtype, small: bool) -> tuple[Targe
         }
 
     q, own_kv, inner = size, kv * size // heads, 3 * size
-    attention = {"q_proj": (q, size), "k_proj": (own_kv, size), "v_proj": (own_kv, size), "o_proj": (size, q)}
+    attention = {
+        "q_proj": (q, size),
+        "k_proj": (own_kv, size),
+        "v_proj": (own_kv, size),
+        "o_proj": (size, q),
+    }
     mlp = {"gate_proj": (inner, size), "up_proj": (inner, size), "down_proj": (size, inner)}
 
     def layer(name: str, wide: int) -> dict[str, tuple[int, ...]]:
@@ -81,17 +92,29 @@ def models(device: torch.device, dtype: torch.dtype, small: bool) -> tuple[Targe
         return found | {f"{name}__mlp__{n}__weight": s for n, s in mlp.items()}
 
     norms = ("input_layernorm", "post_attention_layernorm")
-    dflash = {"fc__weight": (size, 2 * size), "hidden_norm__weight": (size,), "norm__weight": (size,)}
+    dflash = {
+        "fc__weight": (size, 2 * size),
+        "hidden_norm__weight": (size,),
+        "norm__weight": (size,),
+    }
     for i in range(2):
         dflash |= layer(f"layers__{i}", 1)
-        dflash |= {f"layers__{i}__self_attn__{n}__weight": (size // heads,) for n in ("q_norm", "k_norm")}
+        dflash |= {
+            f"layers__{i}__self_attn__{n}__weight": (size // heads,) for n in ("q_norm", "k_norm")
+        }
         dflash |= {f"layers__{i}__{n}__weight": (size,) for n in norms}
     eagle = {"fc__weight": (size, 3 * size), "norm__weight": (size,)} | layer("midlayer", 2)
     eagle |= {f"midlayer__{n}__weight": (size,) for n in (*norms, "hidden_norm")}
     eagle |= {f"fc_norm__{i}__weight": (size,) for i in range(3)}
-    eagle_config = {"fc_norm": True, "norm_output": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    eagle_config = {
+        "fc_norm": True,
+        "norm_output": True,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    }
     dflash_config = {"target_layer_ids": [0, 2], "mask_token_id": 3}
-    pard = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, initializer_range=0.05)).eval()
+    pard = LlamaForCausalLM(
+        LlamaConfig(**shape, num_hidden_layers=2, initializer_range=0.05)
+    ).eval()
     pard.lm_head.weight = model.lm_head.weight
     return target, {
         "dflash": DFlash(
@@ -105,18 +128,26 @@ def models(device: torch.device, dtype: torch.dtype, small: bool) -> tuple[Targe
             weights(**dflash),
             target,
         ),
-        "eagle3": Eagle3({**shape, "num_hidden_layers": 1, **eagle_config}, weights(**eagle), target),
-        "pard": Pard(Target(pard.to(device, dtype)), 3, target, 5),
+        "eagle3": Eagle3(
+            {**shape, "num_hidden_layers": 1, **eagle_config}, weights(**eagle), target
+        ),
+        "pard": Pard(CausalLM(pard.to(device, dtype)), 3, target, 5),
     }
 
 
-def write(session: Session, prompt: list[int], new: int, graphs: bool) -> tuple[list[int], list[int]]:
+def write(
+    session: Session, prompt: list[int], new: int, graphs: bool
+) -> tuple[list[int], list[int]]:
     """Tokens behind a prompt and the accepted drafts of each round."""
     session.rewind(0)
     session.prefill(prompt)
     rounds, end, accepted = FixedRounds(session), len(prompt) + new, []
     while (left := end - len(session.tokens)) > 0:
-        done = rounds.round(()) if graphs and rounds.fits(left) else round_together([session], [left], [()])[0]
+        done = (
+            rounds.round(())
+            if graphs and rounds.fits(left)
+            else round_together([session], [left], [()])[0]
+        )
         accepted.append(done.accepted)
     return session.tokens[len(prompt) :], accepted
 
@@ -125,7 +156,8 @@ def check(device: torch.device, small: bool, over: float) -> None:
     target, drafters = models(device, torch.float32, small)
     vocab = target.vocab_size
     prompts = [
-        torch.randint(0, vocab, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (40, 700, 3000)
+        torch.randint(0, vocab, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+        for n in (40, 700, 3000)
     ]
     alone = [write(Session(target), prompt, 96, False)[0] for prompt in prompts]
     by_graphs = [write(Session(target), prompt, 96, True)[0] for prompt in prompts]
@@ -145,10 +177,17 @@ def check(device: torch.device, small: bool, over: float) -> None:
                 "tokens of the loop": [tokens for tokens, _ in loop] == alone,
                 "tokens of graphs": [tokens for tokens, _ in graph] == alone,
                 "tokens of a batch": [request.tokens[:96] for request in requests] == alone * 2,
-                "rounds of graphs": [rounds for _, rounds in graph] == [rounds for _, rounds in loop],
+                "rounds of graphs": [rounds for _, rounds in graph]
+                == [rounds for _, rounds in loop],
             }
             accepted = sum(sum(rounds) for _, rounds in loop)
-            note("checks", check=f"{name}, {kind}", right=all(right.values()), accepted=accepted, **right)
+            note(
+                "checks",
+                check=f"{name}, {kind}",
+                right=all(right.values()),
+                accepted=accepted,
+                **right,
+            )
     return None
 
 
@@ -164,7 +203,9 @@ def waits(session: Session, graphs: FixedRounds | None) -> int:
 
 def times(device: torch.device, small: bool, over: float) -> None:
     """Rounds in bfloat16 by graphs and without, scaled and not, taking turns."""
-    target, drafters = models(device, torch.bfloat16 if device.type == "cuda" else torch.float32, small)
+    target, drafters = models(
+        device, torch.bfloat16 if device.type == "cuda" else torch.float32, small
+    )
     rng = torch.Generator().manual_seed(0)
     for context in (500, 4000, 12_000) if not small else (200, 400):
         prompt = torch.randint(0, target.vocab_size, (context,), generator=rng).tolist()
@@ -185,7 +226,9 @@ def times(device: torch.device, small: bool, over: float) -> None:
                 for way, (session, fixed) in ways.items():
                     done = fixed.round(()) if fixed else round_together([session], [99], [()])[0]
                     if number > 4:
-                        seconds[way].append((done.draft_seconds, done.verify_seconds, len(done.tokens)))
+                        seconds[way].append(
+                            (done.draft_seconds, done.verify_seconds, len(done.tokens))
+                        )
             for way, rows in seconds.items():
                 draft, verify = (1e3 * statistics.median(row[i] for row in rows) for i in (0, 1))
                 session, fixed = ways[way]
@@ -218,7 +261,13 @@ def main() -> None:
         REPORT["peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
     wrong = [row for row in REPORT["checks"] if not row["right"]]
     print(
-        json.dumps({"wrong": len(wrong), "checks": len(REPORT["checks"]), "seconds": round(time.monotonic() - began)})
+        json.dumps(
+            {
+                "wrong": len(wrong),
+                "checks": len(REPORT["checks"]),
+                "seconds": round(time.monotonic() - began),
+            }
+        )
     )
     if options.out:
         options.out.write_text(json.dumps(REPORT, indent=1) + "\n", encoding="utf-8")

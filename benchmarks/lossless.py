@@ -1,10 +1,13 @@
-"""Is every drafter lossless, scaled or not, at every context length, in a batch? Many tokens, compared with AR's.
+"""Is every drafter lossless, scaled or not, at every context length, in a batch? Many tokens,
+compared with AR's.
 
-    python benchmarks/lossless.py [--drafters dflash,eagle3,pard] [--places 14] [--tokens 160] [--rows FILE.jsonl]
+    python benchmarks/lossless.py [--drafters dflash,eagle3,pard] [--places 14] [--tokens 160]
+    [--rows FILE.jsonl]
 
-At --places context lengths of each recorded session the next tokens are written by the target alone and then by every
-drafter, as released and scaled; all sessions share each pass. A difference is noted with the gap between the target's
-two logits. With --rows a run that was broken off goes on behind the last place in the file.
+At --places context lengths of each recorded session the next tokens are written by the target alone
+and then by every drafter, as released and scaled; all sessions share each pass. A difference is
+noted with the gap between the target's two logits. With --rows a run that was broken off goes on
+behind the last place in the file.
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from typing import Any
 from rich.progress import track
 
 from sharpdraft import FixedSlope
-from sharpdraft.decode.loop import Session, round_together
+from sharpdraft.decode.session import Session, round_together
 from sharpdraft.drafters import load_drafter
-from sharpdraft.lab.bench import Arm, arms_of, machine
+from sharpdraft.hub.models import SMOLLM2, built_in_drafter, load_target
+from sharpdraft.lab.runs import Arm, arms_of, machine
 from sharpdraft.lab.several import Several
-from sharpdraft.lab.tasks import recordings
-from sharpdraft.models import SMOLLM2, built_in_drafter, load_target
+from sharpdraft.workloads.tasks import recordings
 
 
 def main() -> None:
@@ -51,17 +54,31 @@ def main() -> None:
     texts = recordings()[: options.sessions]
     sessions = [Session(target, several) for _ in texts]
     last = min(len(text.tokens) for text in texts)
-    lengths = [300 + round(i * (last - 300) / max(options.places - 1, 1)) for i in range(options.places)]
-    rows = [json.loads(line) for line in options.rows.open()] if options.rows and options.rows.exists() else []
+    lengths = [
+        300 + round(i * (last - 300) / max(options.places - 1, 1)) for i in range(options.places)
+    ]
+    rows = (
+        [json.loads(line) for line in options.rows.open()]
+        if options.rows and options.rows.exists()
+        else []
+    )
     known_places = {row["context"] for row in rows}
     began = time.perf_counter()
-    for length in track([each for each in lengths if each not in known_places], description="places"):
+    for length in track(
+        [each for each in lengths if each not in known_places], description="places"
+    ):
         prefixes = [list(text.tokens[:length]) for text in texts]
         several.chosen = None
         for session, prefix in zip(sessions, prefixes, strict=True):
             session.drafting = True
             session.read(prefix[len(session.tokens) :])
-        row: dict[str, Any] = {"context": length, "tokens": {}, "rounds": {}, "accepted": {}, "differences": []}
+        row: dict[str, Any] = {
+            "context": length,
+            "tokens": {},
+            "rounds": {},
+            "accepted": {},
+            "differences": [],
+        }
         base: list[list[int]] = []
         for arm in arms:
             for session in sessions:
@@ -70,7 +87,9 @@ def main() -> None:
             ends = length + options.tokens
             accepted: list[int] = []
             while running := [s for s in sessions if len(s.tokens) < ends]:
-                rounds = round_together(running, [ends - len(s.tokens) for s in running], [()] * len(running))
+                rounds = round_together(
+                    running, [ends - len(s.tokens) for s in running], [()] * len(running)
+                )
                 accepted += [done.accepted for done in rounds if done.drafted]
             answers = [session.tokens[length:] for session in sessions]
             row["tokens"][arm.name] = sum(map(len, answers))
@@ -81,7 +100,9 @@ def main() -> None:
                     at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
                     logits = Session(target).read([*prefix, *one[:at]])[0, -1]
                     gap = float(logits[one[at]] - logits[other[at]])
-                    row["differences"].append({"arm": arm.name, "session": text.name, "token": at, "gap": gap})
+                    row["differences"].append(
+                        {"arm": arm.name, "session": text.name, "token": at, "gap": gap}
+                    )
         several.chosen = None
         for session in sessions:
             session.rewind(length)
@@ -98,8 +119,14 @@ def main() -> None:
         "machine": machine(),
         "contexts": sorted(row["context"] for row in rows),
         "tokens": total("tokens"),
-        "differences": [found | {"context": row["context"]} for row in rows for found in row["differences"]],
-        "mal": {name: round(1 + accepted_of[name] / count, 3) for name, count in rounds_of.items() if count},
+        "differences": [
+            found | {"context": row["context"]} for row in rows for found in row["differences"]
+        ],
+        "mal": {
+            name: round(1 + accepted_of[name] / count, 3)
+            for name, count in rounds_of.items()
+            if count
+        },
         "seconds": round(time.perf_counter() - began),
     }
     print(json.dumps(summary))

@@ -1,10 +1,12 @@
 """What scaling costs: the same draft pass with and without a policy, taking turns.
 
-    python benchmarks/scaling_cost.py [--drafters dflash,eagle3,pard] [--contexts 1024,4096] [--passes 60]
+    python benchmarks/scaling_cost.py [--drafters dflash,eagle3,pard] [--contexts 1024,4096]
+    [--passes 60]
 
-Prints for each drafter and context the median ratio of a scaled to a plain pass and its quartiles, and beside it what
-two plain passes differ by; the same of the fastest pass of each kind, which other work on the machine does not reach;
-and the bytes that each holds at its peak. All contexts are above N0, so that scaling acts.
+Prints for each drafter and context the median ratio of a scaled to a plain pass and its quartiles,
+and beside it what two plain passes differ by; the same of the fastest pass of each kind, which
+other work on the machine does not reach; and the bytes that each holds at its peak. All contexts
+are above N0, so that scaling acts.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from functools import partial
 from torch.profiler import ProfilerActivity, profile
 
 from sharpdraft import FixedSlope
-from sharpdraft.decode.loop import Session
+from sharpdraft.decode.session import Session
 from sharpdraft.drafters import load_drafter
-from sharpdraft.drafters.family import likeliest
-from sharpdraft.lab.bench import machine
-from sharpdraft.lab.tasks import recordings
-from sharpdraft.models import SMOLLM2, built_in_drafter, load_target
-from sharpdraft.scale import Policy
+from sharpdraft.drafters.base import likeliest
+from sharpdraft.hub.models import SMOLLM2, built_in_drafter, load_target
+from sharpdraft.lab.runs import machine
+from sharpdraft.method.scale import Policy
+from sharpdraft.workloads.tasks import recordings
 
 
 def main() -> None:
@@ -47,10 +49,15 @@ def main() -> None:
             drafter, cache, count = session.drafter, session.drafts, session.size - 1
             assert drafter is not None
             seconds: dict[str, list[float]] = {"plain": [], "scaled": [], "plain again": []}
-            policies: dict[str, Policy | None] = {"plain": None, "scaled": FixedSlope(512), "plain again": None}
+            policies: dict[str, Policy | None] = {
+                "plain": None,
+                "scaled": FixedSlope(512),
+                "plain again": None,
+            }
             for _ in range(options.passes):
                 for kind, policy in policies.items():
-                    # A PARD drafter reads its context anew under another policy: that is not part of a pass.
+                    # A PARD drafter reads its context anew under another policy: that is not part
+                    # of a pass.
                     drafter.propose([cache], [tokens[length]], count, [policy], [likeliest])
                     began = time.perf_counter()
                     drafter.propose([cache], [tokens[length]], count, [policy], [likeliest])
@@ -61,11 +68,20 @@ def main() -> None:
             }
             row: dict[str, object] = {"drafter": name, "context": length, "drafts": count}
             row["plain_ms"] = round(1e3 * statistics.median(seconds["plain"]), 2)
-            row |= {kind: [round(v, 4) for v in statistics.quantiles(r, n=4)] for kind, r in ratios.items()}
+            row |= {
+                kind: [round(v, 4) for v in statistics.quantiles(r, n=4)]
+                for kind, r in ratios.items()
+            }
             fastest = {kind: min(values) for kind, values in seconds.items()}
-            row["fastest"] = [round(fastest[kind] / fastest["plain"], 4) for kind in ("scaled", "plain again")]
+            row["fastest"] = [
+                round(fastest[kind] / fastest["plain"], 4) for kind in ("scaled", "plain again")
+            ]
             row["peak_bytes"] = {
-                kind: peak(partial(drafter.propose, [cache], [tokens[length]], count, [policy], [likeliest]))
+                kind: peak(
+                    partial(
+                        drafter.propose, [cache], [tokens[length]], count, [policy], [likeliest]
+                    )
+                )
                 for kind, policy in policies.items()
             }
             print(json.dumps(row), flush=True)

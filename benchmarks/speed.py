@@ -1,16 +1,18 @@
-"""Decoding speed against transformers, the DFlash authors' package and vLLM: everything takes turns.
+"""Decoding speed against transformers, the DFlash authors' package and vLLM: everything takes
+turns.
 
-    pip install --no-deps dflash==0.1.0        # for `dflash_generate`
-    python benchmarks/speed.py [--places 512x1,512x4,512x16,2048x1,2048x4,4096x1,7000x1] [--tokens 48] [--rounds 3]
-        [--drafters eagle3,dflash,pard] [--block N] [--vllm .venv-vllm/bin/python] [--memory] [--out FILE.json]
+    pip install --no-deps dflash==0.1.0        # for `dflash_generate` python benchmarks/speed.py
+    [--places 512x1,512x4,512x16,2048x1,2048x4,4096x1,7000x1] [--tokens 48] [--rounds 3] [--drafters
+    eagle3,dflash,pard] [--block N] [--vllm .venv-vllm/bin/python] [--memory] [--out FILE.json]
 
-A place is a context length and a batch. Each system reads the same prefixes and then writes the same number of tokens,
-greedily; prefill is not counted. What is printed for every system is the ratio of its tokens per second to ours without
-a drafter (AR), quartiles over the rounds, how often it wrote the tokens that AR wrote, and for ours the milliseconds of
-a draft and of a verify pass. Drafters are those built in, each by its recommended policy and with blocks of N tokens or
-those it recommends, the DFlash one's the same in every system; transformers' assistant is the language model of the
-PARD one. --vllm: the Python of an environment with vLLM, which then joins in alone and with the DFlash drafter.
---memory: also what a fresh process that decodes this way needs at its peak.
+A place is a context length and a batch. Each system reads the same prefixes and then writes the
+same number of tokens, greedily; prefill is not counted. What is printed for every system is the
+ratio of its tokens per second to ours without a drafter (AR), quartiles over the rounds, how often
+it wrote the tokens that AR wrote, and for ours the milliseconds of a draft and of a verify pass.
+Drafters are those built in, each by its recommended policy and with blocks of N tokens or those it
+recommends, the DFlash one's the same in every system; transformers' assistant is the language model
+of the PARD one. --vllm: the Python of an environment with vLLM, which then joins in alone and with
+the DFlash drafter. --memory: also what a fresh process that decodes this way needs at its peak.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM
 from transformers.generation.stopping_criteria import StoppingCriteria
 
-from sharpdraft.decode.loop import Session, round_together
+from sharpdraft.decode.session import Session, round_together
 from sharpdraft.drafters import load_drafter
-from sharpdraft.lab.bench import Arm, catch_up, machine
+from sharpdraft.hub.models import SMOLLM2, built_in_drafter, load_target, smollm2_dir
+from sharpdraft.lab.backends.vllm import Engine
+from sharpdraft.lab.runs import Arm, catch_up, machine
 from sharpdraft.lab.several import Several
-from sharpdraft.lab.tasks import Recording, recordings
-from sharpdraft.lab.vllm_arm import Engine
-from sharpdraft.models import SMOLLM2, built_in_drafter, load_target, smollm2_dir
-from sharpdraft.settings import FROZEN, recommended
+from sharpdraft.method.settings import FROZEN, recommended
+from sharpdraft.workloads.tasks import Recording, recordings
 
 Prefixes = Sequence[list[int]]
 
@@ -67,17 +69,29 @@ class Clock(StoppingCriteria):
 def by_transformers(model: Any, prefixes: Prefixes, new: int, **options: Any) -> Measured:
     """From the first new token (with an assistant: those of the first round) to the last."""
     ids, clock = torch.tensor(prefixes), Clock()
-    common = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new, "min_new_tokens": new}
+    common = {
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "max_new_tokens": new,
+        "min_new_tokens": new,
+    }
     out = model.generate(ids, stopping_criteria=[clock], **common, **options)
     (began, first), (ended, last) = clock.marks[0], clock.marks[-1]
-    return Measured(out[:, ids.shape[1] :].tolist(), len(prefixes) * (last - first) / (ended - began))
+    return Measured(
+        out[:, ids.shape[1] :].tolist(), len(prefixes) * (last - first) / (ended - began)
+    )
 
 
 def by_dflash(model: Any, peer: Any, block: int, prefixes: Prefixes, new: int) -> Measured:
     from dflash.model import dflash_generate
 
-    done = dflash_generate(peer, model, torch.tensor(list(prefixes)), new, None, block_size=block, return_stats=True)
-    return Measured([done.output_ids[0, len(prefixes[0]) :].tolist()], 1 / done.time_per_output_token)
+    done = dflash_generate(
+        peer, model, torch.tensor(list(prefixes)), new, None, block_size=block, return_stats=True
+    )
+    return Measured(
+        [done.output_ids[0, len(prefixes[0]) :].tolist()], 1 / done.time_per_output_token
+    )
 
 
 def by_vllm(engine: Engine, prefixes: Prefixes, new: int) -> Measured:
@@ -86,9 +100,15 @@ def by_vllm(engine: Engine, prefixes: Prefixes, new: int) -> Measured:
 
 
 def by_us(
-    sessions: Sequence[Session], several: Several, arm: Arm, block: int | None, prefixes: Prefixes, new: int
+    sessions: Sequence[Session],
+    several: Several,
+    arm: Arm,
+    block: int | None,
+    prefixes: Prefixes,
+    new: int,
 ) -> Measured:
-    # All drafters read all prefixes, before any is chosen for any request: what one had not read, it would read later.
+    # All drafters read all prefixes, before any is chosen for any request: what one had not read,
+    # it would read later.
     several.chosen = None
     for session, prefix in zip(sessions, prefixes, strict=True):
         session.drafting = True
@@ -101,8 +121,14 @@ def by_us(
     ends = [len(prefix) + new for prefix in prefixes]
     draft, verify = [], []
     began = time.perf_counter()
-    while running := [(s, end - len(s.tokens)) for s, end in zip(sessions, ends, strict=True) if len(s.tokens) < end]:
-        done = round_together([s for s, _ in running], [left for _, left in running], [()] * len(running))
+    while running := [
+        (s, end - len(s.tokens))
+        for s, end in zip(sessions, ends, strict=True)
+        if len(s.tokens) < end
+    ]:
+        done = round_together(
+            [s for s, _ in running], [left for _, left in running], [()] * len(running)
+        )
         draft.append(1e3 * max(each.draft_seconds for each in done))
         verify.append(1e3 * done[0].verify_seconds)
     seconds = time.perf_counter() - began
@@ -120,11 +146,16 @@ def prefixes_of(texts: Sequence[Recording], context: int, batch: int, number: in
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    return [round(v, 3) for v in (statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3)]
+    return [
+        round(v, 3)
+        for v in (statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3)
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--places", default="512x1,512x4,512x16,2048x1,2048x4,4096x1,7000x1")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
@@ -144,8 +175,12 @@ def main() -> None:
         by_transformers(model, prefixes_of(texts, context, batch), new)
         return print(peak_of_this_process())
     target, _ = load_target(SMOLLM2, device="cpu")
-    folders = {name: built_in_drafter(SMOLLM2, name) for name in options.drafters.split(",") if name}
-    drafters = {name: load_drafter(folder, target) for name, folder in folders.items() if folder is not None}
+    folders = {
+        name: built_in_drafter(SMOLLM2, name) for name in options.drafters.split(",") if name
+    }
+    drafters = {
+        name: load_drafter(folder, target) for name, folder in folders.items() if folder is not None
+    }
     several = Several(drafters)
     arms = {"ar": Arm("ar", drafting=False)}
     for name, folder in folders.items():
@@ -170,7 +205,12 @@ def main() -> None:
             print("dflash is not installed: `dflash_generate` does not take part", file=sys.stderr)
     engines: dict[str, Engine] = {}
     if options.vllm:
-        settings = {"dtype": "float32", "max_num_seqs": 16, "enable_prefix_caching": True, "max_model_len": 8192}
+        settings = {
+            "dtype": "float32",
+            "max_num_seqs": 16,
+            "enable_prefix_caching": True,
+            "max_model_len": 8192,
+        }
         for name, asked in {"vllm": None, "vllm, dflash": FROZEN}.items():
             engines[name] = Engine(
                 smollm2_dir(),
@@ -181,16 +221,24 @@ def main() -> None:
                 Path(f"speed-{name.replace(', ', '-')}.log"),
                 str(options.vllm),
             )
-    report: dict[str, Any] = {"machine": machine(), "transformers": transformers.__version__, "tokens": new, "rows": []}
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "transformers": transformers.__version__,
+        "tokens": new,
+        "rows": [],
+    }
     report["block"] = options.block
     for context, batch in track(places, description="places"):
         sessions = [Session(target, several, capacity=context + new + 1) for _ in range(batch)]
         systems: dict[str, Callable[[Prefixes], Measured]] = {
-            name: partial(by_us, sessions, several, arm, options.block, new=new) for name, arm in arms.items()
+            name: partial(by_us, sessions, several, arm, options.block, new=new)
+            for name, arm in arms.items()
         }
         systems["transformers"] = partial(by_transformers, model, new=new)
         if batch == 1 and assistant is not None:
-            systems["transformers, assisted"] = partial(by_transformers, model, new=new, assistant_model=assistant)
+            systems["transformers, assisted"] = partial(
+                by_transformers, model, new=new, assistant_model=assistant
+            )
         if batch == 1 and peer is not None:
             systems["dflash_generate"] = partial(by_dflash, model, peer, block, new=new)
         systems |= {name: partial(by_vllm, engine, new=new) for name, engine in engines.items()}
@@ -198,10 +246,14 @@ def main() -> None:
         names = list(systems)
         for number in range(options.rounds):
             prefixes = prefixes_of(texts, context, batch, number)
-            turn = {name: systems[name](prefixes) for name in names[number % 2 :] + names[: number % 2]}
+            turn = {
+                name: systems[name](prefixes) for name in names[number % 2 :] + names[: number % 2]
+            }
             base = turn["ar"]
             for name, done in turn.items():
-                found[name].append((done.per_second / base.per_second, done.tokens == base.tokens, done))
+                found[name].append(
+                    (done.per_second / base.per_second, done.tokens == base.tokens, done)
+                )
         for name, rounds in found.items():
             row: dict[str, Any] = {
                 "context": context,
@@ -228,22 +280,42 @@ def main() -> None:
 
 
 def peak(name: str, arms: dict[str, Arm], options: Any, context: int, batch: int) -> int | None:
-    """Peak of a fresh process that loads what this system needs, and no more, and decodes once, in MiB."""
+    """Peak of a fresh process that loads what this system needs, and no more, and decodes once, in
+    MiB."""
     if name not in (*arms, "transformers"):
         return None
     drafter = arms[name].drafter if name in arms else None
-    line = [sys.executable, __file__, "--only", name, "--places", f"{context}x{batch}", "--drafters", drafter or ""]
+    line = [
+        sys.executable,
+        __file__,
+        "--only",
+        name,
+        "--places",
+        f"{context}x{batch}",
+        "--drafters",
+        drafter or "",
+    ]
     return int(subprocess.run(line, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
 def peak_of_this_process() -> int:
     """In MiB, by Linux's count: getrusage would answer with the parent's where that is larger."""
-    (line,) = (each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM"))
+    (line,) = (
+        each
+        for each in Path("/proc/self/status").read_text().splitlines()
+        if each.startswith("VmHWM")
+    )
     return int(line.split()[1]) // 1024
 
 
 def alone(
-    name: str, arms: dict[str, Arm], target: Any, several: Several, texts: Any, place: tuple[int, ...], new: int
+    name: str,
+    arms: dict[str, Arm],
+    target: Any,
+    several: Several,
+    texts: Any,
+    place: tuple[int, ...],
+    new: int,
 ) -> None:
     """Decode once and print the peak of this process."""
     context, batch = place

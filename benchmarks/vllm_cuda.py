@@ -1,10 +1,12 @@
-"""What only a CUDA machine can show of the vLLM plugin: CUDA graphs, torch.compile and the V2 runner, against eager.
+"""What only a CUDA machine can show of the vLLM plugin: CUDA graphs, torch.compile and the V2
+runner, against eager.
 
     python benchmarks/vllm_cuda.py [TARGET DRAFTER]
 
-Needs vLLM for CUDA and sharpdraft in one environment; without arguments it takes the built-in target and drafter.
-Each way of running is started once, asked for the same answers, and must accept what eager mode accepts, Frozen and
-scaled, and write what the target alone writes; bfloat16 ties are the one exception, so it runs in float32.
+Needs vLLM for CUDA and sharpdraft in one environment; without arguments it takes the built-in
+target and drafter. Each way of running is started once, asked for the same answers, and must accept
+what eager mode accepts, Frozen and scaled, and write what the target alone writes; bfloat16 ties
+are the one exception, so it runs in float32.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ import sys
 import time
 from pathlib import Path
 
-from sharpdraft.lab.tasks import recordings
-from sharpdraft.lab.vllm_arm import Engine
-from sharpdraft.models import SMOLLM2, built_in_drafter, smollm2_dir
-from sharpdraft.scale import policy_to_settings
-from sharpdraft.settings import FROZEN, recommended
+from sharpdraft.hub.models import SMOLLM2, built_in_drafter, smollm2_dir
+from sharpdraft.lab.backends.vllm import Engine
+from sharpdraft.method.scale import policy_to_settings
+from sharpdraft.method.settings import FROZEN, recommended
+from sharpdraft.workloads.tasks import recordings
 
 WAYS = {
     "eager": ({"enforce_eager": True}, {}),
@@ -29,12 +31,15 @@ WAYS = {
 
 def main() -> None:
     target, drafter = (
-        (Path(p) for p in sys.argv[1:3]) if len(sys.argv) > 2 else (smollm2_dir(), built_in_drafter(SMOLLM2))
+        (Path(p) for p in sys.argv[1:3])
+        if len(sys.argv) > 2
+        else (smollm2_dir(), built_in_drafter(SMOLLM2))
     )
     assert drafter is not None
     policy, _ = recommended(drafter)
     prompts = [
-        list(r.tokens[:n]) for r, n in zip(recordings(), (60, 400, 900, 1800, 3000, 4500, 6000, 7000), strict=True)
+        list(r.tokens[:n])
+        for r, n in zip(recordings(), (60, 400, 900, 1800, 3000, 4500, 6000, 7000), strict=True)
     ]
     failed = False
     texts: list[list[int]] = []
@@ -46,7 +51,14 @@ def main() -> None:
             os.environ.update(environment)
             began = time.perf_counter()
             log = Path(f"vllm-cuda-{way.replace(', ', '-').replace(' ', '-')}.log")
-            engine = Engine(target, None if asked is None else drafter, 5, asked, {"dtype": "float32", **options}, log)
+            engine = Engine(
+                target,
+                None if asked is None else drafter,
+                5,
+                asked,
+                {"dtype": "float32", **options},
+                log,
+            )
             started = time.perf_counter() - began
             answer = engine.answer(prompts, 128)
             again = engine.answer(prompts, 128)

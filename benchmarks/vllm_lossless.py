@@ -1,11 +1,13 @@
-"""Does vLLM with the plugin write the built-in target's tokens, and accept what our loop accepts? To 7K of context.
+"""Does vLLM with the plugin write the built-in target's tokens, and accept what our loop accepts?
+To 7K of context.
 
-    python benchmarks/vllm_lossless.py [--drafter dflash] [--drafts 5] [--frozen | --reference N0] [--batch 8]
-                                       [--tokens 48] [--ranks 1]
+    python benchmarks/vllm_lossless.py [--drafter dflash] [--drafts 5] [--frozen | --reference N0]
+                                       [--batch 8] [--tokens 48] [--ranks 1]
 
-Run where vLLM is installed. One engine without speculation, then one with the plugin, answer the same prefixes of the
-recorded sessions, --batch at once, of lengths spread from 300 to 6,900 tokens; with --ranks the second is split over
-that many tensor-parallel processes. A difference in tokens is printed with the gap between the target's two logits.
+Run where vLLM is installed. One engine without speculation, then one with the plugin, answer the
+same prefixes of the recorded sessions, --batch at once, of lengths spread from 300 to 6,900 tokens;
+with --ranks the second is split over that many tensor-parallel processes. A difference in tokens is
+printed with the gap between the target's two logits.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from typing import Any
 
 import torch
 
-from sharpdraft.decode.loop import Session
+from sharpdraft.decode.session import Session
 from sharpdraft.drafters import load_drafter
-from sharpdraft.lab.tasks import recordings
-from sharpdraft.lab.vllm_arm import Engine
-from sharpdraft.models import SMOLLM2, built_in_drafter, load_target, smollm2_dir
-from sharpdraft.scale import policy_to_settings
-from sharpdraft.settings import FROZEN, recommended
+from sharpdraft.hub.models import SMOLLM2, built_in_drafter, load_target, smollm2_dir
+from sharpdraft.lab.backends.vllm import Engine
+from sharpdraft.method.scale import policy_to_settings
+from sharpdraft.method.settings import FROZEN, recommended
+from sharpdraft.workloads.tasks import recordings
 
 
 def main() -> None:
@@ -48,7 +50,11 @@ def main() -> None:
     texts, count = recordings(), options.batch
     lengths = [300 + round(i * 6600 / max(count - 1, 1)) for i in range(count)]
     prompts = [list(texts[i % len(texts)].tokens[:length]) for i, length in enumerate(lengths)]
-    engine_options: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": count}
+    engine_options: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_num_seqs": count,
+    }
     answers = []
     with tempfile.TemporaryDirectory() as scratch:
         for ranks, used, wanted in ((1, None, None), (options.ranks, drafter, asked)):
@@ -58,27 +64,45 @@ def main() -> None:
                 extra = {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
             log = Path(scratch) / f"{ranks}.log"
             with closing(
-                Engine(smollm2_dir(), used, options.drafts, wanted, {**engine_options, **extra}, log)
+                Engine(
+                    smollm2_dir(), used, options.drafts, wanted, {**engine_options, **extra}, log
+                )
             ) as engine:
                 answers.append(engine.answer(prompts, options.tokens))
-            scaled = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if "scal" in line]
+            scaled = [
+                line
+                for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+                if "scal" in line
+            ]
             if wanted is not None:
-                print(f"{len([line for line in scaled if 'sharpdraft' in line])} lines of the log say what is scaled")
+                print(
+                    f"{len([line for line in scaled if 'sharpdraft' in line])} lines of the log say what is scaled"
+                )
     plain, drafted = answers
     target, _ = load_target(SMOLLM2, device="cpu")
     session = Session(target, load_drafter(drafter, target), policy, block=options.drafts + 1)
     same = equal = total = 0
-    for prompt, one, other, rounds in zip(prompts, plain["tokens"], drafted["tokens"], drafted["rounds"], strict=True):
+    for prompt, one, other, rounds in zip(
+        prompts, plain["tokens"], drafted["tokens"], drafted["rounds"], strict=True
+    ):
         same += one == other
         if one != other:
             at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
             logits, _, _ = target.forward(
-                torch.tensor([[*prompt, *one[:at]]]), target.new_cache(len(prompt) + at), logits_from=-1
+                torch.tensor([[*prompt, *one[:at]]]),
+                target.new_cache(len(prompt) + at),
+                logits_from=-1,
             )
             gap = float(logits[0, 0, one[at]] - logits[0, 0, other[at]])
-            print(f"prefix of {len(prompt)}: token {at} differs, where the target's logits are {gap:.1e} apart")
+            print(
+                f"prefix of {len(prompt)}: token {at} differs, where the target's logits are {gap:.1e} apart"
+            )
         session.rewind(0)
-        own = [(r.context, r.drafted, r.accepted) for r in session.generate(prompt, options.tokens) if r.drafted]
+        own = [
+            (r.context, r.drafted, r.accepted)
+            for r in session.generate(prompt, options.tokens)
+            if r.drafted
+        ]
         # vLLM drafts whole blocks to the end, our loop no more than is left to write.
         pairs = [(a, tuple(b)) for a, b in zip(own, rounds, strict=False) if a[1] == options.drafts]
         equal += sum(a == b for a, b in pairs)

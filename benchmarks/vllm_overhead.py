@@ -2,8 +2,8 @@
 
     python benchmarks/vllm_overhead.py [TOKENS]
 
-Run where vLLM is installed. Prints the ratio of a whole draft step (`propose`) with scaling to one without, at batch 1
-and 8 and some context lengths: median, and the range of the middle half.
+Run where vLLM is installed. Prints the ratio of a whole draft step (`propose`) with scaling to one
+without, at batch 1 and 8 and some context lengths: median, and the range of the middle half.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-from sharpdraft.lab.tasks import recordings
-from sharpdraft.models import SMOLLM2, built_in_drafter, smollm2_dir
-from sharpdraft.scale import policy_to_settings
-from sharpdraft.settings import recommended
+from sharpdraft.hub.models import SMOLLM2, built_in_drafter, smollm2_dir
+from sharpdraft.method.scale import policy_to_settings
+from sharpdraft.method.settings import recommended
+from sharpdraft.workloads.tasks import recordings
 
 
 def main() -> None:

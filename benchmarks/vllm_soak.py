@@ -1,9 +1,11 @@
-"""Eight streaming clients against a vLLM server with the plugin, for minutes on end: errors, memory, MAL by context.
+"""Eight streaming clients against a vLLM server with the plugin, for minutes on end: errors,
+memory, MAL by context.
 
     python benchmarks/vllm_soak.py [MINUTES] [SHARPDRAFT SETTING AS JSON]
 
-Run where vLLM is installed. Clients answer turns of the recorded sessions at mixed lengths; every eighth request is
-broken off midway. Prints a line a minute and ends with exit code 1 on an error or if resident memory has kept growing.
+Run where vLLM is installed. Clients answer turns of the recorded sessions at mixed lengths; every
+eighth request is broken off midway. Prints a line a minute and ends with exit code 1 on an error or
+if resident memory has kept growing.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import time
 import urllib.request
 from pathlib import Path
 
-from sharpdraft.lab.tasks import recordings
-from sharpdraft.models import SMOLLM2, built_in_drafter, smollm2_dir
+from sharpdraft.hub.models import SMOLLM2, built_in_drafter, smollm2_dir
+from sharpdraft.workloads.tasks import recordings
 
 PORT = 8765
 URL = f"http://127.0.0.1:{PORT}"
@@ -29,9 +31,27 @@ CLIENTS, LONGEST, NEW = 8, 1600, 48
 def main() -> None:
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 10
     asked = sys.argv[2] if len(sys.argv) > 2 else "true"
-    speculative = {"method": "dflash", "model": str(built_in_drafter(SMOLLM2)), "num_speculative_tokens": 5}
-    line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2_dir())]
-    line += ["--port", str(PORT), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(CLIENTS)]
+    speculative = {
+        "method": "dflash",
+        "model": str(built_in_drafter(SMOLLM2)),
+        "num_speculative_tokens": 5,
+    }
+    line = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(smollm2_dir()),
+    ]
+    line += [
+        "--port",
+        str(PORT),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-num-seqs",
+        str(CLIENTS),
+    ]
     line += ["--speculative-config", json.dumps(speculative), "--served-model-name", "smollm2"]
     line += ["--additional-config", json.dumps({"sharpdraft": json.loads(asked)})]
     log = Path("vllm-soak.log")
@@ -56,7 +76,10 @@ def soak(server: subprocess.Popen[bytes], minutes: float) -> bool:
         except OSError:
             time.sleep(2)
     prompts = [
-        r.tokens[: t.answer] for r in recordings() for t in r.turns if t.answer <= LONGEST and t.end - t.answer >= 32
+        r.tokens[: t.answer]
+        for r in recordings()
+        for t in r.turns
+        if t.answer <= LONGEST and t.end - t.answer >= 32
     ]
     done, aborted, errors = [0], [0], []
     end = time.monotonic() + 60 * minutes
@@ -91,7 +114,13 @@ def soak(server: subprocess.Popen[bytes], minutes: float) -> bool:
 
 
 def complete(prompt: tuple[int, ...], abort_after: int | None) -> None:
-    body = {"model": "smollm2", "prompt": list(prompt), "max_tokens": NEW, "temperature": 0, "stream": True}
+    body = {
+        "model": "smollm2",
+        "prompt": list(prompt),
+        "max_tokens": NEW,
+        "temperature": 0,
+        "stream": True,
+    }
     request = urllib.request.Request(
         f"{URL}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -108,7 +137,9 @@ def memory(pid: int) -> float:
     parents, sizes = {}, {}
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
-            fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+            fields = dict(
+                line.split(":", 1) for line in status.read_text().splitlines() if ":" in line
+            )
         except OSError:
             continue
         child = int(status.parent.name)
@@ -131,7 +162,9 @@ def mal_by_context() -> str:
     for line in text.splitlines():
         if line.startswith("vllm:spec_decode_num_") and "_by_context_total{" in line:
             kind = line.split("num_")[1].split("_by_context")[0]
-            counts.setdefault(line.split('context="')[1].split('"')[0], {})[kind] = float(line.rsplit(" ", 1)[1])
+            counts.setdefault(line.split('context="')[1].split('"')[0], {})[kind] = float(
+                line.rsplit(" ", 1)[1]
+            )
     return ", ".join(
         f"{context} {1 + c['accepted_tokens'] / c['drafts']:.2f} ({c['drafts']:.0f} drafts)"
         for context, c in counts.items()

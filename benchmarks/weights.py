@@ -1,9 +1,11 @@
-"""What `--weights bfloat16` changes: tokens and speed of the target with rounded weights, beside the one as it is.
+"""What `--weights bfloat16` changes: tokens and speed of the target with rounded weights, beside
+the one as it is.
 
     python benchmarks/weights.py [--contexts 300,1000,2000,4000,7000] [--tokens 96] [--rounds 2]
 
-Of recorded sessions: how many tokens of the text the rounded target would have chosen too, behind the same tokens
-(teacher-forced), how long its own greedy answers are the same, and its speed over the other's, the two taking turns.
+Of recorded sessions: how many tokens of the text the rounded target would have chosen too, behind
+the same tokens (teacher-forced), how long its own greedy answers are the same, and its speed over
+the other's, the two taking turns.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ import time
 
 import torch
 
-from sharpdraft.decode.loop import Session, round_together
-from sharpdraft.lab.bench import machine
-from sharpdraft.lab.tasks import recordings
-from sharpdraft.models import SMOLLM2, load_target
+from sharpdraft.decode.session import Session, round_together
+from sharpdraft.hub.models import SMOLLM2, load_target
+from sharpdraft.lab.runs import machine
+from sharpdraft.workloads.tasks import recordings
 
 
 def main() -> None:
@@ -27,7 +29,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
-    both = {rounded: Session(load_target(SMOLLM2, device="cpu", rounded=rounded)[0]) for rounded in (False, True)}
+    both = {
+        rounded: Session(load_target(SMOLLM2, device="cpu", rounded=rounded)[0])
+        for rounded in (False, True)
+    }
     print(json.dumps(machine()))
     for context in map(int, options.contexts.split(",")):
         agreed = forced = whole = answers = 0
@@ -50,7 +55,8 @@ def main() -> None:
             same.append(next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs)))
             whole += same[-1] == len(pairs)
             answers += 1
-            # The same tokens before every one that is compared: what each would choose behind the other's text.
+            # The same tokens before every one that is compared: what each would choose behind the
+            # other's text.
             other = both[True]
             other.rewind(context)
             ids = torch.tensor([[prefix[-1], *written[False][:-1]]])

@@ -18,7 +18,13 @@ _OF_THE_TARGET = ("lm_head.weight", "model.embed_tokens.weight")
 
 def main() -> None:
     source, family = Path(sys.argv[1]), sys.argv[2]
-    folder = Path(__file__).parent.parent / "src" / "sharpdraft" / "checkpoints" / f"{family}-smollm2-135m"
+    folder = (
+        Path(__file__).parent.parent
+        / "src"
+        / "sharpdraft"
+        / "checkpoints"
+        / f"{family}-smollm2-135m"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(source / "config.json", folder)
     tensors = load_file(source / "model.safetensors")

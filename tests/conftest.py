@@ -1,7 +1,8 @@
 """Tiny targets and drafters that every test can afford, and a drafter that knows what comes next.
 
-A random drafter next to never guesses right. These targets prefer a handful of tokens, so that a random drafter on
-the same head guesses every number of tokens right now and then; where more is needed, `Oracle` guesses as told.
+A random drafter next to never guesses right. These targets prefer a handful of tokens, so that a
+random drafter on the same head guesses every number of tokens right now and then; where more is
+needed, `Oracle` guesses as told.
 """
 
 from __future__ import annotations
@@ -21,15 +22,21 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from sharpdraft import cli
-from sharpdraft.decode.cache import KVCache
+from sharpdraft.drafters.base import likeliest
 from sharpdraft.drafters.dflash import DFlash, save
-from sharpdraft.drafters.family import likeliest
-from sharpdraft.kernels import library
-from sharpdraft.scale import Policy
-from sharpdraft.target import Target
+from sharpdraft.method.scale import Policy
+from sharpdraft.model.cache import KVCache
+from sharpdraft.model.causal_lm import CausalLM
+from sharpdraft.model.kernels import library
 
 # Built, or missed and said so, before any test looks at what is printed.
 for _lanes in (8, 16):
@@ -49,7 +56,7 @@ class Tiny:
     """
 
     model: Any
-    target: Target
+    target: CausalLM
     text: list[int]
 
 
@@ -70,7 +77,11 @@ def make_model(family: str, **changes: Any) -> Any:
         "pad_token_id": None,
     } | changes
     torch.manual_seed(0 if family == "llama" else 1)
-    model: Any = LlamaForCausalLM(LlamaConfig(**sizes)) if family == "llama" else Qwen3ForCausalLM(Qwen3Config(**sizes))
+    model: Any = (
+        LlamaForCausalLM(LlamaConfig(**sizes))
+        if family == "llama"
+        else Qwen3ForCausalLM(Qwen3Config(**sizes))
+    )
     preferred = 5 if family == "llama" else 8
     with torch.no_grad():
         model.lm_head.weight[:10] *= 0.1
@@ -83,22 +94,34 @@ def continuation(model: Any, tokens: Sequence[int], count: int, **options: Any) 
     """What transformers writes greedily behind `tokens`."""
     ids = torch.tensor([list(tokens)])
     with torch.inference_mode():
-        # Without the mask, transformers would guess one from the padding token, which may well be in `tokens`.
+        # Without the mask, transformers would guess one from the padding token, which may well be
+        # in `tokens`.
         mask = torch.ones_like(ids)
-        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=count, pad_token_id=0, **options)
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=count,
+            pad_token_id=0,
+            **options,
+        )
     return out[0, len(tokens) :].tolist()
 
 
 def make_tiny(family: str) -> Tiny:
     model = make_model(family)
-    seed = 4 if family == "llama" else 6  # Of those tried, what makes for varied texts and accepted lengths.
-    prompt = torch.randint(0, VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(seed)).tolist()
+    seed = (
+        4 if family == "llama" else 6
+    )  # Of those tried, what makes for varied texts and accepted lengths.
+    prompt = torch.randint(
+        0, VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
     text = prompt + continuation(model, prompt, 180)
     with torch.inference_mode():
         top = model(torch.tensor([text])).logits[0, PROMPT:].topk(2).values
     # Differences in the order of additions must not be able to change the text.
     assert float((top[:, 0] - top[:, 1]).min()) > 1e-3
-    return Tiny(model, Target(model), text)
+    return Tiny(model, CausalLM(model), text)
 
 
 @pytest.fixture(scope="session")
@@ -138,7 +161,8 @@ def drafter_config(**changes: Any) -> dict[str, Any]:
 
 
 def drafter_tensors(config: dict[str, Any], seed: int = 1) -> dict[str, Tensor]:
-    """Random weights under the published names; norms too, where leaving one out would otherwise not show."""
+    """Random weights under the published names; norms too, where leaving one out would otherwise
+    not show."""
     size, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -162,19 +186,22 @@ def drafter_tensors(config: dict[str, Any], seed: int = 1) -> dict[str, Tensor]:
         }
     rng = torch.Generator().manual_seed(seed)
     return {
-        name: 0.4 * torch.randn(shape, generator=rng) if len(shape) > 1 else 1 + 0.2 * torch.randn(shape, generator=rng)
+        name: 0.4 * torch.randn(shape, generator=rng)
+        if len(shape) > 1
+        else 1 + 0.2 * torch.randn(shape, generator=rng)
         for name, shape in shapes.items()
     }
 
 
-def make_drafter(target: Target, seed: int = 1, **changes: Any) -> DFlash:
+def make_drafter(target: CausalLM, seed: int = 1, **changes: Any) -> DFlash:
     config = drafter_config(**changes)
     return DFlash(config, drafter_tensors(config, seed), target)
 
 
 @contextmanager
 def full_disk(room: int) -> Iterator[None]:
-    """No file may grow beyond `room` bytes: what writes then meets is what it meets on a full disk."""
+    """No file may grow beyond `room` bytes: what writes then meets is what it meets on a full
+    disk."""
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
@@ -185,17 +212,27 @@ def full_disk(room: int) -> Iterator[None]:
 
 
 class Oracle:
-    """Drafts the known text, but never at the positions in `wrong`; notes the positions it was shown."""
+    """Drafts the known text, but never at the positions in `wrong`; notes the positions it was
+    shown."""
 
-    def __init__(self, text: Sequence[int], wrong: Sequence[int] = (), block_size: int = BLOCK) -> None:
-        self.text, self.wrong, self.block_size, self.longest_block = text, set(wrong), block_size, block_size
+    def __init__(
+        self, text: Sequence[int], wrong: Sequence[int] = (), block_size: int = BLOCK
+    ) -> None:
+        self.text, self.wrong, self.block_size, self.longest_block = (
+            text,
+            set(wrong),
+            block_size,
+            block_size,
+        )
         self.taps = (1,)
         self.policies: list[Policy | None] = []
 
     def new_cache(self, capacity: int) -> KVCache:
         return KVCache(1, 1, 1, capacity + self.block_size)
 
-    def observe(self, caches: Sequence[KVCache], tokens: Sequence[Sequence[int]], features: Sequence[Tensor]) -> None:
+    def observe(
+        self, caches: Sequence[KVCache], tokens: Sequence[Sequence[int]], features: Sequence[Tensor]
+    ) -> None:
         (tapped,) = features
         assert tapped.shape[1] == sum(map(len, tokens))
         for cache, own in zip(caches, tokens, strict=True):
@@ -218,13 +255,20 @@ class Oracle:
         for cache, anchor in zip(caches, anchors, strict=True):
             first = cache.length + 1
             assert anchor == self.text[first - 1]
-            drafts.append([(self.text[at] + (at in self.wrong)) % VOCAB for at in range(first, first + count)])
+            drafts.append(
+                [(self.text[at] + (at in self.wrong)) % VOCAB for at in range(first, first + count)]
+            )
         self.policies.extend(policies)
         return torch.tensor(drafts)
 
 
 def propose(
-    drafter: Any, cache: Any, anchor: int, count: int, policy: Policy | None = None, probe: Any = None
+    drafter: Any,
+    cache: Any,
+    anchor: int,
+    count: int,
+    policy: Policy | None = None,
+    probe: Any = None,
 ) -> Tensor:
     """The drafts of a single request, int64 [count]."""
     drafts: Tensor = drafter.propose([cache], [anchor], count, [policy], [likeliest], probe)[0]
@@ -302,6 +346,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 def check_one_line(result: Result, *parts: str) -> None:
     assert result.code == 1
     assert result.out == ""
-    assert result.err.startswith("error: ") and result.err.count("\n") == 1 and result.err.endswith("\n")
+    assert (
+        result.err.startswith("error: ")
+        and result.err.count("\n") == 1
+        and result.err.endswith("\n")
+    )
     for part in parts:
         assert part in result.err

@@ -1,4 +1,5 @@
-"""attach from outside: on modules of one's own, on z-lab's drafter, on an assistant model of transformers."""
+"""attach from outside: on modules of one's own, on z-lab's drafter, on an assistant model of
+transformers."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import PROMPT, VOCAB, Tiny, continuation, drafter_config, drafter_tensors, make_model
-from sharpdraft import Constant, FixedSlope, SharpDraftError, attach, scale_queries
-from sharpdraft.cardinality import visible_keys
-from sharpdraft.decode.loop import Session
+from sharpdraft import Constant, FixedSlope, SharpDraftError, scale_queries
+from sharpdraft.adapters.attach import attach
+from sharpdraft.decode.session import Session
 from sharpdraft.drafters.dflash import DFlash
+from sharpdraft.method.visible import visible_keys
 
 LOW = FixedSlope(9, slope=0.7, top_k=4, max_scale=8.0)
 
@@ -43,10 +45,15 @@ class Counting:
     kind=st.sampled_from(["none", "causal", "bool", "float", "min", "one row"]),
     seed=st.integers(0, 1000),
 )
-def test_counts_are_the_keys_with_weight(rows: int, keys: int, heads: int, kind: str, seed: int) -> None:
+def test_counts_are_the_keys_with_weight(
+    rows: int, keys: int, heads: int, kind: str, seed: int
+) -> None:
     """Against attention itself: a Key is seen if its value reaches the output."""
     rng = torch.Generator().manual_seed(seed)
-    query, key = torch.randn(2, 3, rows, 4, generator=rng), torch.randn(2, 3, keys, 4, generator=rng)
+    query, key = (
+        torch.randn(2, 3, rows, 4, generator=rng),
+        torch.randn(2, 3, keys, 4, generator=rng),
+    )
     value = torch.eye(keys).expand(2, 3, keys, keys)
     mask = torch.rand(2, heads, 1 if kind == "one row" else rows, keys, generator=rng) < 0.6
     mask[..., 0] = True
@@ -117,7 +124,10 @@ def test_refusals() -> None:
         attach(module, LOW)
     with pytest.raises(SharpDraftError, match="no module nowhere"):
         attach(module, LOW, attention=["nowhere"])
-    with attach(module, LOW, attention=["0"]), pytest.raises(SharpDraftError, match="0 attends without"):
+    with (
+        attach(module, LOW, attention=["0"]),
+        pytest.raises(SharpDraftError, match="0 attends without"),
+    ):
         module[0](torch.ones(1, 1, 2), torch.ones(1, 3, 2))
     own = Own()
     with attach(own, LOW), pytest.raises(SharpDraftError, match="first has a forward of its own"):
@@ -133,15 +143,23 @@ def test_refusals() -> None:
 
 @pytest.fixture(scope="module")
 def assistant() -> Any:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(3)
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=256, num_key_value_heads=2, **sizes, **ids)
+    config = LlamaConfig(
+        vocab_size=VOCAB, max_position_embeddings=256, num_key_value_heads=2, **sizes, **ids
+    )
     return LlamaForCausalLM(config).eval()
 
 
 def test_an_assistant_model_in_generate(llama: Tiny, assistant: Any) -> None:
-    """The output is the target's whatever the policy, and every count is that of the Keys in the cache."""
+    """The output is the target's whatever the policy, and every count is that of the Keys in the
+    cache."""
     prompt = llama.text[:PROMPT]
     plain = continuation(llama.model, prompt, 40, assistant_model=assistant)
     assert plain == llama.text[PROMPT : PROMPT + 40]
@@ -167,7 +185,9 @@ def test_an_assistant_model_in_generate(llama: Tiny, assistant: Any) -> None:
         handle.policy = LOW
         assert continuation(llama.model, prompt, 40, assistant_model=assistant) == plain
     hook.remove()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in assistant.state_dict().items())
+    assert all(
+        torch.equal(tensor, weights[name]) for name, tensor in assistant.state_dict().items()
+    )
 
 
 # z-lab's drafter
@@ -195,7 +215,8 @@ def test_z_labs_drafter_accepts_what_our_loop_accepts(llama: Tiny) -> None:
     def ours(policy: FixedSlope | None) -> list[int]:
         session.rewind(0)
         session.policy = policy
-        # At the very end z-lab drafts one token more than can be written, which changes what the others guess.
+        # At the very end z-lab drafts one token more than can be written, which changes what the
+        # others guess.
         rounds = list(session.generate(prompt, new))[1:]
         return [r.accepted + 1 for r in rounds if r.context + session.size < len(prompt) + new]
 

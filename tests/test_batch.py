@@ -1,4 +1,5 @@
-"""Batches from outside: a request writes in any company what it writes alone, and memory stays bounded."""
+"""Batches from outside: a request writes in any company what it writes alone, and memory stays
+bounded."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from conftest import PROMPT, VOCAB, Tiny, make_drafter, make_model
 from sharpdraft import FixedSlope
 from sharpdraft.decode.batch import Batch, Request
-from sharpdraft.decode.loop import Session, round_together
 from sharpdraft.decode.sampling import GREEDY, Sampling
+from sharpdraft.decode.session import Session, round_together
 from sharpdraft.drafters.eagle3 import Eagle3
 from sharpdraft.drafters.pard import Pard
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.stack import Stack
-from sharpdraft.target import Target
+from sharpdraft.model.causal_lm import CausalLM
+from sharpdraft.model.stack import Stack
 from test_families import eagle_config, eagle_tensors, make_pard
 
 STEEP = FixedSlope(9, slope=0.7, top_k=4, max_scale=8.0)
@@ -28,15 +29,19 @@ DRAFTERS: dict[str, Callable[[Any], Any]] = {
     "none": lambda target: None,
     "dflash": make_drafter,
     "eagle3": lambda target: Eagle3(eagle_config(), eagle_tensors(eagle_config(), target), target),
-    "pard": lambda target: Pard(Target(make_pard()), VOCAB - 1, target),
+    "pard": lambda target: Pard(CausalLM(make_pard()), VOCAB - 1, target),
 }
 
 
-def alone(request: Request, target: Target, drafter: Any, policy: Any) -> tuple[list[int], list[tuple[int, int, int]]]:
+def alone(
+    request: Request, target: CausalLM, drafter: Any, policy: Any
+) -> tuple[list[int], list[tuple[int, int, int]]]:
     """Tokens and rounds of a request that has the engine to itself."""
     session = Session(target, drafter, policy, capacity=request.size, sampling=request.sampling)
     rounds = list(session.generate(request.prompt, request.max_new_tokens, request.stop))
-    return session.tokens[len(request.prompt) :], [(r.context, r.drafted, r.accepted) for r in rounds]
+    return session.tokens[len(request.prompt) :], [
+        (r.context, r.drafted, r.accepted) for r in rounds
+    ]
 
 
 def finished(batch: Batch) -> dict[Request, list[tuple[int, int, int]]]:
@@ -49,7 +54,9 @@ def finished(batch: Batch) -> dict[Request, list[tuple[int, int, int]]]:
 
 @pytest.mark.parametrize("policy", [None, STEEP], ids=["frozen", "steep"])
 @pytest.mark.parametrize("family", DRAFTERS)
-def test_a_request_writes_in_company_what_it_writes_alone(family: str, policy: Any, llama: Tiny) -> None:
+def test_a_request_writes_in_company_what_it_writes_alone(
+    family: str, policy: Any, llama: Tiny
+) -> None:
     drafter = DRAFTERS[family](llama.target)
     batch = Batch(llama.target, drafter, policy)
     plans = [
@@ -60,8 +67,12 @@ def test_a_request_writes_in_company_what_it_writes_alone(family: str, policy: A
         (30, 1, 50, ()),
         (0, PROMPT, 7, ()),
     ]
-    requests = [batch.add(llama.text[at : at + length], new, stop=stop) for at, length, new, stop in plans]
-    sampled = [batch.add(llama.text[:PROMPT], 30, sampling=Sampling(1.2, seed=seed)) for seed in (3, 4)]
+    requests = [
+        batch.add(llama.text[at : at + length], new, stop=stop) for at, length, new, stop in plans
+    ]
+    sampled = [
+        batch.add(llama.text[:PROMPT], 30, sampling=Sampling(1.2, seed=seed)) for seed in (3, 4)
+    ]
     rounds = finished(batch)
     for request in [*requests, *sampled]:
         tokens, own = alone(request, llama.target, drafter, policy)
@@ -71,8 +82,11 @@ def test_a_request_writes_in_company_what_it_writes_alone(family: str, policy: A
     assert not batch.running and not batch.waiting
 
 
-def test_every_row_is_counted_by_its_own_request(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gain that is the count itself: a causal drafter's rows of a request at p see p + 1, p + 2, ... Keys."""
+def test_every_row_is_counted_by_its_own_request(
+    llama: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gain that is the count itself: a causal drafter's rows of a request at p see p + 1, p + 2,
+    ... Keys."""
     seen: list[list[float]] = []
     right = Stack.run
 
@@ -96,12 +110,17 @@ def test_every_row_is_counted_by_its_own_request(llama: Tiny, monkeypatch: pytes
 
 def test_memory_is_bounded_and_order_kept(llama: Tiny) -> None:
     batch = Batch(llama.target, None, max_requests=3, max_tokens=60)
-    requests = [batch.add(llama.text[:length], new) for length, new in ((10, 5), (20, 30), (8, 2), (4, 4), (40, 20))]
+    requests = [
+        batch.add(llama.text[:length], new)
+        for length, new in ((10, 5), (20, 30), (8, 2), (4, 4), (40, 20))
+    ]
     ended: list[Request] = []
     while batch.step():
         assert sum(request.size for request in batch.running) <= 60 and len(batch.running) <= 3
         ended += [request for request in requests if request.finish and request not in ended]
-    assert ended[-1] is requests[4], "the last and largest waits until it fits, and is not passed over for ever"
+    assert ended[-1] is requests[4], (
+        "the last and largest waits until it fits, and is not passed over for ever"
+    )
     assert all(request.finish == "length" for request in requests)
 
 
@@ -135,14 +154,19 @@ def test_a_cancelled_request_leaves_and_others_go_on(llama: Tiny) -> None:
 
 
 MODEL = make_model("llama")
-TARGET = Target(MODEL)
+TARGET = CausalLM(MODEL)
 FUZZED = {name: make(TARGET) for name, make in DRAFTERS.items()}
 
 
 class Company(RuleBasedStateMachine):
-    """Requests of all lengths come, go on and are cancelled in any order; each is compared with itself alone."""
+    """Requests of all lengths come, go on and are cancelled in any order; each is compared with
+    itself alone."""
 
-    @initialize(family=st.sampled_from(sorted(FUZZED)), policy=st.sampled_from([None, STEEP]), most=st.integers(1, 4))
+    @initialize(
+        family=st.sampled_from(sorted(FUZZED)),
+        policy=st.sampled_from([None, STEEP]),
+        most=st.integers(1, 4),
+    )
     def start(self, family: str, policy: Any, most: int) -> None:
         self.drafter, self.policy = FUZZED[family], policy
         self.batch = Batch(TARGET, self.drafter, policy, max_requests=most, max_tokens=160)
@@ -186,5 +210,8 @@ class Company(RuleBasedStateMachine):
 
 TestCompany = Company.TestCase
 TestCompany.settings = settings(
-    max_examples=25, stateful_step_count=12, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=25,
+    stateful_step_count=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )

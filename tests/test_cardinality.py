@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpdraft.cardinality import block_keys, causal_keys, mask_keys, ragged_keys
+from sharpdraft.method.visible import block_keys, causal_keys, mask_keys, ragged_keys
 
 quick = settings(max_examples=80, deadline=None)
 windows = st.none() | st.integers(1, 24)
@@ -18,7 +18,9 @@ def visible(position: int, key: int, causal: bool, window: int | None) -> bool:
     return window is None or position - key < window
 
 
-def request_mask(past: int, rows: int, width: int, causal: bool, window: int | None) -> torch.Tensor:
+def request_mask(
+    past: int, rows: int, width: int, causal: bool, window: int | None
+) -> torch.Tensor:
     """Mask [rows, width] of one request whose real Keys are the first past + rows of width."""
     mask = torch.zeros(rows, width, dtype=torch.bool)
     for row in range(rows):
@@ -35,7 +37,8 @@ def batch_mask(past: list[int], rows: int, causal: bool, window: int | None) -> 
 def test_known_counts():
     assert block_keys(10, 4).tolist() == [[14, 14, 14, 14]]
     assert block_keys(torch.tensor([0, 5]), 2).tolist() == [[2, 2], [7, 7]]
-    # Row 0 at position 10: itself, two Keys before it, three ahead. Row 3 at 13: itself and two before.
+    # Row 0 at position 10: itself, two Keys before it, three ahead. Row 3 at 13: itself and two
+    # before.
     assert block_keys(10, 4, window=3).tolist() == [[6, 5, 4, 3]]
     assert block_keys(10, 4, window=1).tolist() == [[4, 3, 2, 1]]
     assert causal_keys(10, 3).tolist() == [[11, 12, 13]]
@@ -69,7 +72,9 @@ def test_rows_padded_on_the_left_count_nothing(padding, rows, window):
         mask = torch.zeros(rows, rows, dtype=torch.bool)
         mask[pads:, pads:] = request_mask(0, rows - pads, rows - pads, True, window)
         masks.append(mask)
-    assert torch.equal(causal_keys(-torch.tensor(padding), rows, window), mask_keys(torch.stack(masks)))
+    assert torch.equal(
+        causal_keys(-torch.tensor(padding), rows, window), mask_keys(torch.stack(masks))
+    )
 
 
 @quick
@@ -102,7 +107,10 @@ def test_ragged_keys_equal_the_masks(requests, padding, causal, window, dtype):
 
 def test_ragged_keys_of_a_mixed_batch():
     # A decode row over 9 Keys, a three-row prefill, a request without rows, and two padding rows.
-    start, total = torch.tensor([0, 1, 4, 4], dtype=torch.int32), torch.tensor([9, 3, 5], dtype=torch.int32)
+    start, total = (
+        torch.tensor([0, 1, 4, 4], dtype=torch.int32),
+        torch.tensor([9, 3, 5], dtype=torch.int32),
+    )
     assert ragged_keys(start, total, 6, causal=True).tolist() == [9, 1, 2, 3, 0, 0]
     assert ragged_keys(start, total, 6, causal=False).tolist() == [9, 3, 3, 3, 0, 0]
     assert ragged_keys(start, total, 6, causal=False, window=2).tolist() == [2, 3, 3, 2, 0, 0]
@@ -116,7 +124,9 @@ def test_mask_keys_counts_what_is_visible(rows):
     assert mask_keys(mask).tolist() == expected
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for hidden in (float("-inf"), torch.finfo(dtype).min):
-            additive = torch.where(mask, torch.tensor(-3.5, dtype=dtype), torch.tensor(hidden, dtype=dtype))
+            additive = torch.where(
+                mask, torch.tensor(-3.5, dtype=dtype), torch.tensor(hidden, dtype=dtype)
+            )
             assert mask_keys(additive).tolist() == expected
 
 
@@ -148,7 +158,9 @@ def test_compiles_to_one_graph():
     compiled = torch.compile(counts, fullgraph=True, backend="eager", dynamic=True)
     starts, totals = torch.tensor([0, 1, 4]), torch.tensor([9, 3])
     for rows in (4, 6):
-        assert compiled(starts, totals, torch.empty(rows)).tolist() == [5, 1, 2, 3] + [0] * (rows - 4)
+        assert compiled(starts, totals, torch.empty(rows)).tolist() == [5, 1, 2, 3] + [0] * (
+            rows - 4
+        )
 
 
 LENGTHS = torch.tensor([3, 4])
@@ -168,7 +180,11 @@ STARTS = torch.tensor([0, 1, 4])
         (lambda: causal_keys(2, 0), ValueError, "rows must be at least 1"),
         (lambda: causal_keys(2, 1, window=-1), ValueError, "window must be at least 1"),
         (lambda: causal_keys(LENGTHS[0], 4), ValueError, r"past must be \[batch\]"),
-        (lambda: ragged_keys(STARTS, LENGTHS, 0, causal=True), ValueError, "rows must be at least 1"),
+        (
+            lambda: ragged_keys(STARTS, LENGTHS, 0, causal=True),
+            ValueError,
+            "rows must be at least 1",
+        ),
         (
             lambda: ragged_keys(STARTS, LENGTHS, 4, causal=True, window=0),
             ValueError,
@@ -176,8 +192,16 @@ STARTS = torch.tensor([0, 1, 4])
         ),
         (lambda: ragged_keys(LENGTHS, LENGTHS, 4, causal=True), ValueError, r"\[batch \+ 1\]"),
         (lambda: ragged_keys(STARTS[None], LENGTHS, 4, causal=True), ValueError, r"\[batch \+ 1\]"),
-        (lambda: ragged_keys(STARTS.float(), LENGTHS, 4, causal=True), TypeError, "query_start must be"),
-        (lambda: ragged_keys(STARTS, LENGTHS.float(), 4, causal=True), TypeError, "total_keys must be"),
+        (
+            lambda: ragged_keys(STARTS.float(), LENGTHS, 4, causal=True),
+            TypeError,
+            "query_start must be",
+        ),
+        (
+            lambda: ragged_keys(STARTS, LENGTHS.float(), 4, causal=True),
+            TypeError,
+            "total_keys must be",
+        ),
         (lambda: mask_keys(torch.ones(2, 3, dtype=torch.int64)), TypeError, r"mask\.bool\(\)"),
     ],
 )

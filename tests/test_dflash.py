@@ -1,4 +1,5 @@
-"""DFlash from outside: z-lab's own package as the peer, scaling, counts, checkpoints that do not fit."""
+"""DFlash from outside: z-lab's own package as the peer, scaling, counts, checkpoints that do not
+fit."""
 
 from __future__ import annotations
 
@@ -29,19 +30,20 @@ from conftest import (
     make_model,
     propose,
 )
-from sharpdraft import attention, kernels
-from sharpdraft.attention import LayerKind, Rotary, additive, attend, rotate
-from sharpdraft.decode.cache import KVCache
-from sharpdraft.decode.loop import Session
+from sharpdraft.decode.session import Session
 from sharpdraft.drafters.dflash import DFlash, save
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.linear import Linear
-from sharpdraft.scale import Constant, FixedSlope, Policy
-from sharpdraft.target import Target
+from sharpdraft.method.scale import Constant, FixedSlope, Policy
+from sharpdraft.model import attention, kernels
+from sharpdraft.model.attention import LayerKind, Rotary, additive, attend, rotate
+from sharpdraft.model.cache import KVCache
+from sharpdraft.model.causal_lm import CausalLM
+from sharpdraft.model.linear import Linear
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOW = {"use_sliding_window": True, "sliding_window": 24}
-# Every kind of layer in the wild; the narrow non-causal window is the one that also cuts off Keys ahead.
+# Every kind of layer in the wild; the narrow non-causal window is the one that also cuts off Keys
+# ahead.
 LAYERS: dict[str, dict[str, Any]] = {
     "full": {},
     "sliding": {"layer_types": [SLIDING, SLIDING], **WINDOW},
@@ -65,7 +67,9 @@ def read(drafter: DFlash, text: list[int]) -> KVCache:
     return session.drafts
 
 
-def masses(drafter: DFlash, cache: KVCache, anchor: int, policy: Policy | None, count: int = BLOCK - 1) -> list[Tensor]:
+def masses(
+    drafter: DFlash, cache: KVCache, anchor: int, policy: Policy | None, count: int = BLOCK - 1
+) -> list[Tensor]:
     found: list[Tensor] = []
     propose(drafter, cache, anchor, count, policy, lambda layer, mass: found.append(mass.clone()))
     return found
@@ -101,7 +105,21 @@ def test_drafts_equal_zlab(zlab: ModuleType, tiny: Tiny, layers: str) -> None:
     features = zlab.extract_context_feature(states, theirs.target_layer_ids)
     cache = read(ours, tiny.text[:180])
     seen = set()
-    for context in (180, 101, 40, 25, 24, 23, 22, 21, 20, 19, 18, 2, 1):  # A block overwrites what lies behind.
+    for context in (
+        180,
+        101,
+        40,
+        25,
+        24,
+        23,
+        22,
+        21,
+        20,
+        19,
+        18,
+        2,
+        1,
+    ):  # A block overwrites what lies behind.
         cache.length = context
         for count in (1, 3, BLOCK - 1):
             block = torch.full((1, count + 1), ours.mask_token)
@@ -130,12 +148,15 @@ def test_rounds_equal_zlab(zlab: ModuleType, llama: Tiny, layers: str) -> None:
     stop = max(answer, key=answer.index)  # The token that occurs last.
     for prompt, count, block, stops in ((PROMPT, 100, None, None), (PROMPT + 7, 60, 4, [stop])):
         ids = torch.tensor([llama.text[:prompt]])
-        peers = zlab.dflash_generate(theirs, llama.model, ids, count, stops, block_size=block, return_stats=True)
+        peers = zlab.dflash_generate(
+            theirs, llama.model, ids, count, stops, block_size=block, return_stats=True
+        )
         session.rewind(0)
         session.size = block or BLOCK
         rounds = list(session.generate(llama.text[:prompt], count, stops or ()))[1:]
         assert session.tokens == peers.output_ids[0].tolist()
-        # At the very end z-lab drafts one token more than can be written, which changes what the others guess.
+        # At the very end z-lab drafts one token more than can be written, which changes what the
+        # others guess.
         whole = [r for r in rounds if r.context + session.size < prompt + count]
         assert [len(r.tokens) for r in whole] == peers.acceptance_lengths[: len(whole)]
         assert len(whole) > 10 and max(peers.acceptance_lengths) > 1
@@ -146,7 +167,11 @@ def test_zlabs_checkpoint_loads_here(zlab: ModuleType, llama: Tiny, tmp_path: Pa
     tensors = drafter_tensors(config)
     peer(zlab, config, tensors).save_pretrained(tmp_path)
     loaded, direct = DFlash.load(tmp_path, llama.target), DFlash(config, tensors, llama.target)
-    assert (loaded.kinds, loaded.taps, loaded.block_size) == (direct.kinds, direct.taps, direct.block_size)
+    assert (loaded.kinds, loaded.taps, loaded.block_size) == (
+        direct.kinds,
+        direct.taps,
+        direct.block_size,
+    )
     assert loaded.kinds == (LayerKind(True, 24), LayerKind(False, None))
     keys, again = (read(drafter, llama.text[:50]).keys[..., :50, :] for drafter in (loaded, direct))
     assert torch.equal(keys, again)
@@ -156,7 +181,9 @@ def test_our_checkpoint_loads_in_zlab(zlab: ModuleType, tmp_path: Path) -> None:
     config = drafter_config(**LAYERS["mixed"])
     tensors = drafter_tensors(config)
     save(tmp_path / "new" / "drafter", config, tensors)
-    model, info = zlab.DFlashDraftModel.from_pretrained(tmp_path / "new" / "drafter", output_loading_info=True)
+    model, info = zlab.DFlashDraftModel.from_pretrained(
+        tmp_path / "new" / "drafter", output_loading_info=True
+    )
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     loaded = model.state_dict()
     assert loaded.keys() == tensors.keys()
@@ -165,7 +192,9 @@ def test_our_checkpoint_loads_in_zlab(zlab: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
-def test_sharded_checkpoint_and_embedding_scale(zlab: ModuleType, llama: Tiny, tmp_path: Path) -> None:
+def test_sharded_checkpoint_and_embedding_scale(
+    zlab: ModuleType, llama: Tiny, tmp_path: Path
+) -> None:
     config = drafter_config(input_embedding_scale=2.5)
     tensors = drafter_tensors(config)
     theirs = peer(zlab, config, tensors)
@@ -175,7 +204,9 @@ def test_sharded_checkpoint_and_embedding_scale(zlab: ModuleType, llama: Tiny, t
     peers = zlab.dflash_generate(theirs, llama.model, ids, 60, None, return_stats=True)
     session = Session(llama.target, DFlash.load(tmp_path, llama.target))
     rounds = list(session.generate(llama.text[:PROMPT], 60))[1:]
-    assert [len(r.tokens) for r in rounds][:-BLOCK] == peers.acceptance_lengths[: len(rounds) - BLOCK]
+    assert [len(r.tokens) for r in rounds][:-BLOCK] == peers.acceptance_lengths[
+        : len(rounds) - BLOCK
+    ]
 
 
 # Scaling
@@ -192,16 +223,21 @@ def test_nothing_changes_up_to_the_reference(tiny: Tiny) -> None:
             policy = FixedSlope(max(keys, 33), slope=0.1, max_scale=50.0)
             plain, scaled = (masses(drafter, cache, anchor, p) for p in (None, policy))
             assert all(torch.equal(a, b) for a, b in zip(plain, scaled, strict=True))
-            drafts = [propose(drafter, cache, anchor, BLOCK - 1, p).tolist() for p in (None, policy)]
+            drafts = [
+                propose(drafter, cache, anchor, BLOCK - 1, p).tolist() for p in (None, policy)
+            ]
             assert drafts[0] == drafts[1]
 
 
 def with_query_norms(drafter: DFlash, factor: float) -> DFlash:
-    """The drafter with `factor` in its Query norms: the same mathematics as one scale for all rows."""
+    """The drafter with `factor` in its Query norms: the same mathematics as one scale for all
+    rows."""
     config = drafter_config()
     tensors = drafter_tensors(config)
     return DFlash(
-        config, {n: t * factor if n.endswith("q_norm.weight") else t for n, t in tensors.items()}, drafter.target
+        config,
+        {n: t * factor if n.endswith("q_norm.weight") else t for n, t in tensors.items()},
+        drafter.target,
     )
 
 
@@ -230,7 +266,9 @@ def test_a_count_off_by_one_would_be_noticed(llama: Tiny, monkeypatch: pytest.Mo
     right, gain = LayerKind.count, attention._gain
     for error in (-1, 1):
         monkeypatch.setattr(LayerKind, "count", lambda self, c, r, e=error: right(self, c, r) + e)
-        monkeypatch.setattr(attention, "_gain", lambda p, k, s, c, d, e=error: gain(p, k, s + e, c, d))
+        monkeypatch.setattr(
+            attention, "_gain", lambda p, k, s, c, d, e=error: gain(p, k, s + e, c, d)
+        )
         with pytest.raises(AssertionError, match="Tensor-likes are not close"):
             check_scale_is_the_policys(llama)
         with pytest.raises(AssertionError):
@@ -249,7 +287,9 @@ def test_mass_rises_with_the_scale(llama: Tiny, layers: str) -> None:
         policies = (None, FixedSlope(33), FixedSlope(33, slope=3.0, max_scale=3.0))
         frozen, low, high = (masses(drafter, cache, anchor, p)[0] for p in policies)
         if kind.window is not None and kind.window < 33:
-            assert torch.equal(frozen, high)  # A window keeps every row's count below the reference.
+            assert torch.equal(
+                frozen, high
+            )  # A window keeps every row's count below the reference.
             assert float(frozen.min()) == 1.0  # The top 32 are all there is.
         else:
             assert bool((frozen < low).all() and (low < high).all())
@@ -276,7 +316,8 @@ def test_cached_context_is_never_touched(tiny: Tiny) -> None:
         assert torch.equal(cache.keys[..., :120, :], keys)
         assert torch.equal(cache.values[..., :120, :], values)
         assert cache.length == 120
-    # A block's own Keys stand behind the context until the next write, and in the first layer they too are the same.
+    # A block's own Keys stand behind the context until the next write, and in the first layer they
+    # too are the same.
     own = []
     for policy in (None, Constant(1.6)):
         propose(drafter, cache, tiny.text[120], BLOCK - 1, policy)
@@ -285,7 +326,8 @@ def test_cached_context_is_never_touched(tiny: Tiny) -> None:
 
 
 def test_probe_measures_the_top_mass(llama: Tiny) -> None:
-    """The probed mass, from Keys as they lie in the cache and Queries made again from the weights."""
+    """The probed mass, from Keys as they lie in the cache and Queries made again from the
+    weights."""
     config = drafter_config()
     tensors = drafter_tensors(config)
     drafter = DFlash(config, tensors, llama.target)
@@ -293,11 +335,17 @@ def test_probe_measures_the_top_mass(llama: Tiny) -> None:
     found = masses(drafter, cache, llama.text[100], Constant(1.5))
     assert [m.shape for m in found] == [(6, BLOCK - 1)] * 2
     ids = torch.tensor([llama.text[100]] + [3] * (BLOCK - 1))
-    normed = F.rms_norm(llama.target.embedding[ids], (32,), tensors["layers.0.input_layernorm.weight"], 1e-6)
-    query = (normed @ tensors["layers.0.self_attn.q_proj.weight"].T).view(BLOCK, 6, 8).transpose(0, 1)
+    normed = F.rms_norm(
+        llama.target.embedding[ids], (32,), tensors["layers.0.input_layernorm.weight"], 1e-6
+    )
+    query = (
+        (normed @ tensors["layers.0.self_attn.q_proj.weight"].T).view(BLOCK, 6, 8).transpose(0, 1)
+    )
     query = 1.5 * F.rms_norm(query, (8,), tensors["layers.0.self_attn.q_norm.weight"], 1e-6)
     query = rotate(
-        query, drafter.rotary.cos[100 : 100 + query.shape[-2]], drafter.rotary.sin[100 : 100 + query.shape[-2]]
+        query,
+        drafter.rotary.cos[100 : 100 + query.shape[-2]],
+        drafter.rotary.sin[100 : 100 + query.shape[-2]],
     )
     keys = cache.keys[0, 0, :, : 100 + BLOCK].repeat_interleave(2, 0)
     share = (query @ keys.transpose(1, 2) / 8**0.5).softmax(-1)
@@ -306,7 +354,8 @@ def test_probe_measures_the_top_mass(llama: Tiny) -> None:
 
 
 def test_windowed_is_a_drafter_with_windows_on_the_same_weights(llama: Tiny) -> None:
-    """What a windowed copy drafts and how it is counted, against a checkpoint that has the window in its config."""
+    """What a windowed copy drafts and how it is counted, against a checkpoint that has the window
+    in its config."""
     for own, window in (("full", 24), ("full", 3), ("causal", 40), ("mixed", 30)):
         whole = make_drafter(llama.target, **LAYERS[own])
         windowed = whole.windowed(window)
@@ -314,17 +363,28 @@ def test_windowed_is_a_drafter_with_windows_on_the_same_weights(llama: Tiny) -> 
         assert windowed.kinds == tuple(kinds)
         cache = read(whole, llama.text[:120])
         before = masses(whole, cache, llama.text[120], None)
-        limits: dict[str, Any] = {"use_sliding_window": True, "sliding_window": window, "layer_types": [SLIDING] * 2}
+        limits: dict[str, Any] = {
+            "use_sliding_window": True,
+            "sliding_window": window,
+            "layer_types": [SLIDING] * 2,
+        }
         if own != "mixed":  # One window for all of them: a checkpoint can say that.
             direct = make_drafter(llama.target, **limits, is_causal=own == "causal")
             for policy in (None, FixedSlope(33, slope=1.0, max_scale=9.0)):
-                found, expected = (masses(d, cache, llama.text[120], policy) for d in (windowed, direct))
+                found, expected = (
+                    masses(d, cache, llama.text[120], policy) for d in (windowed, direct)
+                )
                 torch.testing.assert_close(found, expected)
-                drafts = [propose(d, cache, llama.text[120], BLOCK - 1, policy).tolist() for d in (windowed, direct)]
+                drafts = [
+                    propose(d, cache, llama.text[120], BLOCK - 1, policy).tolist()
+                    for d in (windowed, direct)
+                ]
                 assert drafts[0] == drafts[1]
         assert not torch.equal(before[1], masses(windowed, cache, llama.text[120], None)[1])
         after = masses(whole, cache, llama.text[120], None)
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the drafter itself must not change"
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
+            "the drafter itself must not change"
+        )
 
 
 # Counts
@@ -359,7 +419,10 @@ def test_count_is_the_masks(causal: bool, window: int | None, context: int, rows
     [
         ({}, [(False, None)] * 2),
         ({"layer_types": [SLIDING, FULL], **WINDOW}, [(True, 24), (False, None)]),
-        ({"layer_types": [SLIDING, FULL], **WINDOW, "is_causal": False}, [(False, 24), (False, None)]),
+        (
+            {"layer_types": [SLIDING, FULL], **WINDOW, "is_causal": False},
+            [(False, 24), (False, None)],
+        ),
         ({"layer_types": [FULL, FULL], "is_causal": True}, [(True, None)] * 2),
         ({"causal": True}, [(True, None)] * 2),
         ({"causal": True, "is_causal": False}, [(False, None)] * 2),
@@ -367,22 +430,28 @@ def test_count_is_the_masks(causal: bool, window: int | None, context: int, rows
         ({"use_swa": True, **WINDOW}, [(False, 24)] * 2),
     ],
 )
-def test_layer_kinds(llama: Tiny, changes: dict[str, Any], kinds: list[tuple[bool, int | None]]) -> None:
+def test_layer_kinds(
+    llama: Tiny, changes: dict[str, Any], kinds: list[tuple[bool, int | None]]
+) -> None:
     inner = {k: v for k, v in changes.items() if k in ("causal", "use_swa", "swa_window_size")}
     outer = {k: v for k, v in changes.items() if k not in inner}
     dflash = drafter_config()["dflash_config"] | inner
-    assert make_drafter(llama.target, **outer, dflash_config=dflash).kinds == tuple(LayerKind(*k) for k in kinds)
+    assert make_drafter(llama.target, **outer, dflash_config=dflash).kinds == tuple(
+        LayerKind(*k) for k in kinds
+    )
 
 
 # Checkpoints that do not fit
 
 
-def load_error(target: Target, config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> str:
+def load_error(
+    target: CausalLM, config: dict[str, Any], tensors: dict[str, Tensor], folder: Path
+) -> str:
     save(folder, config, tensors)
     return error_of(folder, target)
 
 
-def error_of(folder: Path, target: Target) -> str:
+def error_of(folder: Path, target: CausalLM) -> str:
     with pytest.raises(SharpDraftError) as caught:
         DFlash.load(folder, target)
     message = str(caught.value)
@@ -397,16 +466,28 @@ def error_of(folder: Path, target: Target) -> str:
         ({"vocab_size": 65}, "its vocabulary size is 65, the target's 64"),
         ({"vocab_size": None}, "config.json is not one of a DFlash checkpoint"),
         ({"num_target_layers": 36}, "its number of target layers is 36, the target's 4"),
-        ({"target_layer_ids": [0, 4]}, "its list of target layer ids is [0, 4], the target's layers are 0 to 3"),
+        (
+            {"target_layer_ids": [0, 4]},
+            "its list of target layer ids is [0, 4], the target's layers are 0 to 3",
+        ),
         ({"target_layer_ids": [-1, 2]}, "its list of target layer ids is [-1, 2]"),
         ({"mask_token_id": 64}, "its mask token id is 64"),
         ({"mask_token_id": -1}, "its mask token id is -1"),
-        ({"mask_token_id": None}, "no integer dflash_config.mask_token_id: is it a DFlash checkpoint?"),
-        ({"target_layer_ids": None}, "no dflash_config.target_layer_ids: is it a DFlash checkpoint?"),
+        (
+            {"mask_token_id": None},
+            "no integer dflash_config.mask_token_id: is it a DFlash checkpoint?",
+        ),
+        (
+            {"target_layer_ids": None},
+            "no dflash_config.target_layer_ids: is it a DFlash checkpoint?",
+        ),
         ({"block_size": 1}, "block_size is 1: a block needs at least 2 tokens"),
         ({"architectures": ["LlamaForCausalLM"]}, "holds LlamaForCausalLM, not DFlashDraftModel"),
         ({"architectures": None}, "holds no named architecture, not DFlashDraftModel"),
-        ({"layer_types": [SLIDING, FULL]}, "sliding-window layers but its config gives no sliding_window"),
+        (
+            {"layer_types": [SLIDING, FULL]},
+            "sliding-window layers but its config gives no sliding_window",
+        ),
     ],
 )
 def test_wrong_config(llama: Tiny, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -427,12 +508,18 @@ def edit(change: Callable[[dict[str, Tensor]], Any]) -> dict[str, Tensor]:
     ("change", "message"),
     [
         (lambda t: t.pop("norm.weight"), "lacks 1 tensors, first norm.weight"),
-        (lambda t: [t.pop(k) for k in list(t) if k.startswith("layers.1")], "lacks 11 tensors, first layers.1."),
+        (
+            lambda t: [t.pop(k) for k in list(t) if k.startswith("layers.1")],
+            "lacks 11 tensors, first layers.1.",
+        ),
         (
             lambda t: t.update({"fc.weight": torch.zeros(32, 96)}),
             "fc.weight has shape (32, 96), its config says (32, 64)",
         ),
-        (lambda t: t.update({"mask_embedding": torch.zeros(32)}), "does not know, first mask_embedding"),
+        (
+            lambda t: t.update({"mask_embedding": torch.zeros(32)}),
+            "does not know, first mask_embedding",
+        ),
         (
             lambda t: t.update({"layers.0.self_attn.sinks": torch.zeros(6)}),
             "does not know, first layers.0.self_attn.sinks",
@@ -443,12 +530,17 @@ def edit(change: Callable[[dict[str, Tensor]], Any]) -> dict[str, Tensor]:
         ),
     ],
 )
-def test_wrong_tensors(llama: Tiny, tmp_path: Path, change: Callable[[dict[str, Tensor]], Any], message: str) -> None:
+def test_wrong_tensors(
+    llama: Tiny, tmp_path: Path, change: Callable[[dict[str, Tensor]], Any], message: str
+) -> None:
     assert message in load_error(llama.target, drafter_config(), edit(change), tmp_path)
 
 
 def test_copies_of_the_targets_tensors_are_ignored(llama: Tiny, tmp_path: Path) -> None:
-    extra = {"embed_tokens.weight": torch.zeros(VOCAB, 32), "lm_head.weight": torch.zeros(VOCAB, 32)}
+    extra = {
+        "embed_tokens.weight": torch.zeros(VOCAB, 32),
+        "lm_head.weight": torch.zeros(VOCAB, 32),
+    }
     save(tmp_path, drafter_config(), drafter_tensors(drafter_config()) | extra)
     DFlash.load(tmp_path, llama.target)
 
@@ -493,8 +585,12 @@ def test_config_that_is_no_object(llama: Tiny, tmp_path: Path, content: str) -> 
         {"dflash_config": {"target_layer_ids": "ab", "mask_token_id": 3}},
     ],
 )
-def test_config_with_values_of_the_wrong_kind(llama: Tiny, tmp_path: Path, changes: dict[str, Any]) -> None:
-    load_error(llama.target, drafter_config() | changes, drafter_tensors(drafter_config()), tmp_path)
+def test_config_with_values_of_the_wrong_kind(
+    llama: Tiny, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    load_error(
+        llama.target, drafter_config() | changes, drafter_tensors(drafter_config()), tmp_path
+    )
 
 
 # What target and drafter share
@@ -513,7 +609,9 @@ def test_attend(batch: int, heads: tuple[int, int], rows: int, past: int, as_boo
     torch.manual_seed(batch + rows + past)
     query = torch.randn(batch, heads[0], rows, 8)
     keys, values = torch.randn(2, batch, heads[1], past + rows, 8)
-    visible = torch.tensor([[key <= past + row for key in range(past + rows)] for row in range(rows)])
+    visible = torch.tensor(
+        [[key <= past + row for key in range(past + rows)] for row in range(rows)]
+    )
     mask = visible if as_bool else additive(visible, torch.float32)
     scores = query @ keys.repeat_interleave(heads[0] // heads[1], 1).transpose(2, 3) / 8**0.5
     shares = scores.masked_fill(~visible, -torch.inf).softmax(-1)
@@ -522,7 +620,9 @@ def test_attend(batch: int, heads: tuple[int, int], rows: int, past: int, as_boo
     torch.testing.assert_close(attend(query, keys, values, mask), expected, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     st.sampled_from([(4, 4), (4, 2), (6, 1), (9, 3)]),
     st.integers(1, 5),
@@ -531,7 +631,12 @@ def test_attend(batch: int, heads: tuple[int, int], rows: int, past: int, as_boo
     st.sampled_from(["none", "bool", "additive"]),
 )
 def test_attention_in_chunks_is_attention(
-    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], rows: int, past: int, threads: int, kind: str
+    monkeypatch: pytest.MonkeyPatch,
+    heads: tuple[int, int],
+    rows: int,
+    past: int,
+    threads: int,
+    kind: str,
 ) -> None:
     """However the Keys are divided among threads, with a rest or without."""
     monkeypatch.setattr(attention, "_CHUNKED_FROM", 8)
@@ -553,8 +658,11 @@ def test_attention_in_chunks_is_attention(
     assert bool(calls) != even, "work is divided where heads are not"
 
 
-def test_keys_that_a_mask_hides_are_never_taken_for_visible(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows hide Keys that were cached long ago: drafts are the same, however attention is divided."""
+def test_keys_that_a_mask_hides_are_never_taken_for_visible(
+    llama: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows hide Keys that were cached long ago: drafts are the same, however attention is
+    divided."""
     config = drafter_config(layer_types=[FULL, SLIDING], **WINDOW)
     drafter = DFlash(config, drafter_tensors(config), llama.target)
     assert {kind.window for kind in drafter.kinds} == {None, 24}
@@ -568,9 +676,14 @@ def test_keys_that_a_mask_hides_are_never_taken_for_visible(llama: Tiny, monkeyp
         for text in texts:
             session.rewind(0)
             session.read(text[:120])
-            found = [propose(drafter, session.drafts, text[120], BLOCK - 1, p).tolist() for p in (None, FixedSlope(33))]
+            found = [
+                propose(drafter, session.drafts, text[120], BLOCK - 1, p).tolist()
+                for p in (None, FixedSlope(33))
+            ]
             drafts.append((chunked, found))
-    assert [found for chunked, found in drafts if chunked] == [found for chunked, found in drafts if not chunked]
+    assert [found for chunked, found in drafts if chunked] == [
+        found for chunked, found in drafts if not chunked
+    ]
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -584,7 +697,11 @@ def test_linear_in_any_layout(bias: bool, compiled: bool, monkeypatch: pytest.Mo
     layer = Linear(weight, offset)
     assert torch.equal(layer.weight, weight)
     for rows in (1, 2, 3, 8, 31, 128, 129, 300):
-        for x in (torch.randn(rows, 16), torch.randn(1, rows, 16), torch.randn(2, 16, rows).transpose(1, 2)):
+        for x in (
+            torch.randn(rows, 16),
+            torch.randn(1, rows, 16),
+            torch.randn(2, 16, rows).transpose(1, 2),
+        ):
             expected = x.double() @ weight.double().T + (0 if offset is None else offset.double())
             torch.testing.assert_close(layer(x), expected.float(), rtol=1e-4, atol=1e-4)
     half = Linear(weight.bfloat16(), None if offset is None else offset.bfloat16())
@@ -608,7 +725,7 @@ def test_drafter_follows_its_targets_dtype(tmp_path: Path) -> None:
     model = make_model("llama").to(torch.bfloat16)
     config = drafter_config()
     save(tmp_path, config, drafter_tensors(config))
-    drafter = DFlash.load(tmp_path, Target(model))
+    drafter = DFlash.load(tmp_path, CausalLM(model))
     session = Session(drafter.target, drafter, FixedSlope(33))
     list(session.generate([5, 9, 12], 50))
     assert session.drafts.keys.dtype == torch.bfloat16

@@ -1,4 +1,5 @@
-"""Benching engines and servers from outside, with an HTTP server and an engine child that are scripted here."""
+"""Benching engines and servers from outside, with an HTTP server and an engine child that are
+scripted here."""
 
 from __future__ import annotations
 
@@ -14,20 +15,21 @@ import pytest
 
 from conftest import Checkpoints, Run, check_one_line
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.lab.bench import Plan, arm
-from sharpdraft.lab.engine_bench import Group, Prompt, asked_for, groups_of, recorded_prompts, run_groups
+from sharpdraft.lab.backends.server import Server
+from sharpdraft.lab.backends.vllm import Engine, speculative_config
+from sharpdraft.lab.engines import Group, Prompt, asked_for, groups_of, recorded_prompts, run_groups
 from sharpdraft.lab.report import summarise
-from sharpdraft.lab.server_arm import Server
-from sharpdraft.lab.tasks import Recording, Turn
-from sharpdraft.lab.vllm_arm import Engine, speculative_config
-from sharpdraft.scale import FixedSlope
-from sharpdraft.settings import asked_policy
+from sharpdraft.lab.runs import Plan, arm
+from sharpdraft.method.scale import FixedSlope
+from sharpdraft.method.settings import asked_policy
+from sharpdraft.workloads.tasks import Recording, Turn
 
 EDGES = (16, 32, 64)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers a prompt with its ids counted on, in chunks of one to three tokens, and counts drafts as vLLM does."""
+    """Answers a prompt with its ids counted on, in chunks of one to three tokens, and counts drafts
+    as vLLM does."""
 
     drafts = accepted = 0
     asked: list[dict[str, Any]]
@@ -68,7 +70,9 @@ class Handler(BaseHTTPRequestHandler):
                 cls.drafts += 1
                 cls.accepted += len(chunk) - 1
             lines.append(json.dumps({"choices": [{"text": " ".join(chunk) + " "}]}))
-        lines.append(json.dumps({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}))
+        lines.append(
+            json.dumps({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}})
+        )
         self._say("".join(f"data: {line}\n\n" for line in lines) + "data: [DONE]\n\n")
 
     def _say(self, text: str) -> None:
@@ -94,7 +98,10 @@ def test_a_server_answers_at_once_and_tells_its_drafts(server: tuple[str, type[H
     assert answer["decoded"] == 8 and answer["counts"] == [4, 20, 4]
     assert 0 < answer["first"] <= answer["seconds"]
     assert {json.dumps(body["prompt"]) for body in handler.asked} == {"[1, 2]", "[10]"}
-    assert all(body["temperature"] == 0 and body["model"] == "tiny" and body["stream"] for body in handler.asked)
+    assert all(
+        body["temperature"] == 0 and body["model"] == "tiny" and body["stream"]
+        for body in handler.asked
+    )
 
 
 def test_a_server_that_is_not_there() -> None:
@@ -143,16 +150,26 @@ def test_what_arms_ask_of_an_engine() -> None:
 
 
 class Scripted:
-    def __init__(self, log: list[str], name: str, accepted: int, wrong_at: int | None = None) -> None:
+    def __init__(
+        self, log: list[str], name: str, accepted: int, wrong_at: int | None = None
+    ) -> None:
         self.log, self.name, self.accepted, self.wrong_at = log, name, accepted, wrong_at
 
-    def answer(self, prompts: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[int] = ()) -> dict[str, Any]:
+    def answer(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[int] = ()
+    ) -> dict[str, Any]:
         self.log.append(self.name)
         texts = [[p[-1]] * max_tokens for p in prompts]
         if self.wrong_at is not None:
             texts[-1][self.wrong_at] = -1
         rounds = [[(len(p), 5, self.accepted)] * 3 for p in prompts] if self.accepted else []
-        return {"tokens": texts, "rounds": rounds, "first": 0.5, "seconds": 2.0, "decoded": max_tokens * len(prompts)}
+        return {
+            "tokens": texts,
+            "rounds": rounds,
+            "first": 0.5,
+            "seconds": 2.0,
+            "decoded": max_tokens * len(prompts),
+        }
 
 
 def test_arms_take_turns_and_rows_become_the_labs_table() -> None:
@@ -196,7 +213,9 @@ def test_a_difference_is_told() -> None:
         ({"pard_token": 7}, {"method": "draft_model", "parallel_drafting": True}),
     ],
 )
-def test_what_vllm_is_told_of_a_drafter(tmp_path: Path, config: dict[str, Any], method: dict[str, Any]) -> None:
+def test_what_vllm_is_told_of_a_drafter(
+    tmp_path: Path, config: dict[str, Any], method: dict[str, Any]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     expected = {**method, "model": str(tmp_path), "num_speculative_tokens": 4}
     assert speculative_config(tmp_path, 4) == expected
@@ -205,19 +224,35 @@ def test_what_vllm_is_told_of_a_drafter(tmp_path: Path, config: dict[str, Any], 
 # The command
 
 
-def test_bench_of_servers(run: Run, saved: Checkpoints, tmp_path: Path, server: tuple[str, type[Handler]]) -> None:
+def test_bench_of_servers(
+    run: Run, saved: Checkpoints, tmp_path: Path, server: tuple[str, type[Handler]]
+) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("w9 w10\nw11\nw12 w13 w14\n")
-    options = ("bench", "--target", saved.target, "--prompts", prompts, "--answer-tokens", 8, "--concurrency", 2)
+    options = (
+        "bench",
+        "--target",
+        saved.target,
+        "--prompts",
+        prompts,
+        "--answer-tokens",
+        8,
+        "--concurrency",
+        2,
+    )
     options += ("--base-url", f"frozen={server[0]},other={server[0]}", "--out", tmp_path / "out")
     result = run(*options)
     assert result.code == 0, result.err
     assert "other" in result.out and "frozen" in result.out
-    rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()[1:]]
+    rows = [
+        json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()[1:]
+    ]
     assert [row["requests"] for row in rows] == [2, 1]
     assert rows[0]["arms"]["frozen"]["counts"] == [6, 30, 10]
     asked = len(server[1].asked)
-    assert run(*options).code == 0 and len(server[1].asked) == asked, "a finished run is not run again"
+    assert run(*options).code == 0 and len(server[1].asked) == asked, (
+        "a finished run is not run again"
+    )
 
 
 @pytest.mark.parametrize(
@@ -227,11 +262,16 @@ def test_bench_of_servers(run: Run, saved: Checkpoints, tmp_path: Path, server: 
         (("--engine", "vllm", "--base-url", "http://x"), "not both"),
         (("--engine", "vllm", "--engine-args", "{"), "no JSON"),
         (("--engine", "vllm", "--arms", "window@64"), "leave out window@64"),
-        (("--engine", "vllm", "--reference", "8"), "--reference: reference (N0) must be above top_k"),
+        (
+            ("--engine", "vllm", "--reference", "8"),
+            "--reference: reference (N0) must be above top_k",
+        ),
         (("--base-url", "http://127.0.0.1:9"), "no OpenAI-compatible server"),
     ],
 )
-def test_bench_refuses(run: Run, saved: Checkpoints, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+def test_bench_refuses(
+    run: Run, saved: Checkpoints, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("w9\n")
     common = ("bench", "--target", saved.target, "--drafter", saved.drafter, "--prompts", prompts)

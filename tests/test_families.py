@@ -1,4 +1,5 @@
-"""EAGLE-3 and PARD drafters from outside: against their definition run plainly with transformers, on one loop.
+"""EAGLE-3 and PARD drafters from outside: against their definition run plainly with transformers,
+on one loop.
 
 tests/test_vllm.py compares both with vLLM.
 """
@@ -20,21 +21,25 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from conftest import POSITIONS, PROMPT, VOCAB, Checkpoints, Run, Tiny, check_one_line, propose
-from sharpdraft import FixedSlope, SharpDraftError, attach, scale_queries
-from sharpdraft.decode.loop import Session, replay
+from sharpdraft import FixedSlope, SharpDraftError, scale_queries
+from sharpdraft.adapters.attach import attach
+from sharpdraft.decode.session import Session, replay
 from sharpdraft.drafters import load_drafter
 from sharpdraft.drafters.eagle3 import Eagle3
 from sharpdraft.drafters.eagle3 import save as save_eagle3
 from sharpdraft.drafters.pard import Pard
-from sharpdraft.scale import Policy
-from sharpdraft.target import Target
+from sharpdraft.method.scale import Policy
+from sharpdraft.model.causal_lm import CausalLM
 
 LOW = FixedSlope(9, slope=0.7, top_k=4, max_scale=8.0)
 SIZE, INNER, HEADS, KV, DIM = 32, 48, 4, 2, 8
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle 3": {},
     "eagle 3.1": {"fc_norm": True, "norm_output": True},
-    "normed residual, norm before fusion": {"norm_before_residual": True, "eagle_config": {"norm_before_fc": True}},
+    "normed residual, norm before fusion": {
+        "norm_before_residual": True,
+        "eagle_config": {"norm_before_fc": True},
+    },
     "reduced vocabulary": {"draft_vocab_size": 40},
 }
 
@@ -57,8 +62,9 @@ def eagle_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def eagle_tensors(config: dict[str, Any], target: Target, seed: int = 3) -> dict[str, Tensor]:
-    """Random weights under the published names, norms too; the head is the target's, so that some guesses are right."""
+def eagle_tensors(config: dict[str, Any], target: CausalLM, seed: int = 3) -> dict[str, Tensor]:
+    """Random weights under the published names, norms too; the head is the target's, so that some
+    guesses are right."""
     rng = torch.Generator().manual_seed(seed)
 
     def matrix(*shape: int) -> Tensor:
@@ -96,9 +102,15 @@ def eagle_tensors(config: dict[str, Any], target: Target, seed: int = 3) -> dict
 
 
 def plain_chain(
-    config: dict[str, Any], w: dict[str, Tensor], tiny: Tiny, text: list[int], count: int, policy: Policy | None
+    config: dict[str, Any],
+    w: dict[str, Tensor],
+    tiny: Tiny,
+    text: list[int],
+    count: int,
+    policy: Policy | None,
 ) -> list[int]:
-    """EAGLE-3 by its definition, with nothing cached: the whole row sequence anew for every draft."""
+    """EAGLE-3 by its definition, with nothing cached: the whole row sequence anew for every
+    draft."""
     eps, size = config["rms_norm_eps"], (SIZE,)
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -108,13 +120,17 @@ def plain_chain(
         states = tiny.model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
         taps = [states[i] for i in config["eagle_aux_hidden_state_layer_ids"]]
         if config.get("fc_norm"):
-            taps = [F.rms_norm(tap, size, w[f"fc_norm.{i}.weight"], eps) for i, tap in enumerate(taps)]
+            taps = [
+                F.rms_norm(tap, size, w[f"fc_norm.{i}.weight"], eps) for i, tap in enumerate(taps)
+            ]
         fused = torch.cat(taps, -1)
         if "input_norm.weight" in w:
             fused = norm(fused, "input_norm.weight")
         hidden = (fused @ w["fc.weight"].T)[0]
         tokens = list(text[1:])
-        rotary = LlamaRotaryEmbedding(LlamaConfig(**{k: v for k, v in config.items() if k != "architectures"}))
+        rotary = LlamaRotaryEmbedding(
+            LlamaConfig(**{k: v for k, v in config.items() if k != "architectures"})
+        )
         drafts: list[int] = []
         while len(drafts) < count:
             n = len(tokens)
@@ -122,7 +138,10 @@ def plain_chain(
             embedded = norm(tiny.target.embedding[tokens], "midlayer.input_layernorm.weight")
             row = torch.cat((embedded, normed), -1)
             q, k, v = (
-                (row @ w[f"midlayer.self_attn.{p}_proj.weight"].T).view(1, n, -1, DIM).transpose(1, 2) for p in "qkv"
+                (row @ w[f"midlayer.self_attn.{p}_proj.weight"].T)
+                .view(1, n, -1, DIM)
+                .transpose(1, 2)
+                for p in "qkv"
             )
             q, k = apply_rotary_pos_emb(q, k, *rotary(hidden, torch.arange(n)[None]))
             if policy is not None:
@@ -144,7 +163,9 @@ def plain_chain(
 
 @pytest.mark.parametrize("policy", [None, LOW], ids=["frozen", "scaled"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_eagle_drafts_what_its_definition_drafts(llama: Tiny, variant: str, policy: Policy | None) -> None:
+def test_eagle_drafts_what_its_definition_drafts(
+    llama: Tiny, variant: str, policy: Policy | None
+) -> None:
     config = eagle_config(**VARIANTS[variant])
     tensors = eagle_tensors(config, llama.target)
     session = Session(llama.target, Eagle3(config, tensors, llama.target))
@@ -154,7 +175,9 @@ def test_eagle_drafts_what_its_definition_drafts(llama: Tiny, variant: str, poli
         session.read(llama.text[:length])
         session.rewind(length)
         session.drafts.length = length - 1
-        drafts = propose(session.drafter, session.drafts, llama.text[length - 1], 4, policy).tolist()
+        drafts = propose(
+            session.drafter, session.drafts, llama.text[length - 1], 4, policy
+        ).tolist()
         assert drafts == plain_chain(config, tensors, llama, llama.text[:length], 4, policy)
         varied.add(tuple(drafts))
     assert len(varied) > 2
@@ -180,11 +203,13 @@ def pard_of(tiny: Tiny, seed: int = 0) -> tuple[Pard, LlamaForCausalLM]:
     model = make_pard(seed)
     with torch.no_grad():
         model.lm_head.weight.copy_(tiny.model.lm_head.weight)
-    return Pard(Target(model), VOCAB - 1, tiny.target), model
+    return Pard(CausalLM(model), VOCAB - 1, tiny.target), model
 
 
 @pytest.mark.parametrize("policy", [None, LOW], ids=["frozen", "scaled"])
-def test_pard_drafts_what_transformers_says_at_its_masks(llama: Tiny, policy: Policy | None) -> None:
+def test_pard_drafts_what_transformers_says_at_its_masks(
+    llama: Tiny, policy: Policy | None
+) -> None:
     drafter, model = pard_of(llama)
     cache = drafter.new_cache(POSITIONS)
     varied = set()
@@ -253,13 +278,17 @@ def test_replay_is_what_a_live_run_does(llama: Tiny, family: Callable[[], Any]) 
             found = replay(reader, PROMPT, policy, lambda layer, mass: masses.append(mass))
             assert [(r.context, r.accepted) for r in found] == live[name]
     assert live["low"] != live["frozen"]
-    assert all(mass.shape[0] == HEADS and bool(((mass > 0) & (mass <= 1.0001)).all()) for mass in masses)
+    assert all(
+        mass.shape[0] == HEADS and bool(((mass > 0) & (mass <= 1.0001)).all()) for mass in masses
+    )
 
 
 # Checkpoints
 
 
-def write_eagle(folder: Path, layout: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+def write_eagle(
+    folder: Path, layout: str, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> Path:
     folder.mkdir()
     if layout == "safeailab":
         save_eagle3(folder, config, tensors)
@@ -269,7 +298,13 @@ def write_eagle(folder: Path, layout: str, config: dict[str, Any], tensors: dict
     else:
         named = {k.replace("midlayer.", "layers.0."): v.contiguous() for k, v in tensors.items()}
         save_file(named, str(folder / "model.safetensors"))
-        ours = ("architectures", "eagle_aux_hidden_state_layer_ids", "draft_vocab_size", "fc_norm", "norm_output")
+        ours = (
+            "architectures",
+            "eagle_aux_hidden_state_layer_ids",
+            "draft_vocab_size",
+            "fc_norm",
+            "norm_output",
+        )
         outer = {k: v for k, v in config.items() if k in ours} | {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
@@ -304,24 +339,44 @@ def test_pard_checkpoint(llama: Tiny, tmp_path: Path) -> None:
     assert isinstance(loaded, Pard) and loaded.mask_token == VOCAB - 1
     cache = loaded.new_cache(POSITIONS)
     loaded.observe([cache], [llama.text[:19]])
-    own = Pard(Target(model), VOCAB - 1, llama.target)
+    own = Pard(CausalLM(model), VOCAB - 1, llama.target)
     other = own.new_cache(POSITIONS)
     own.observe([other], [llama.text[:19]])
-    assert torch.equal(propose(loaded, cache, llama.text[19], 5), propose(own, other, llama.text[19], 5))
+    assert torch.equal(
+        propose(loaded, cache, llama.text[19], 5), propose(own, other, llama.text[19], 5)
+    )
 
 
 EAGLE_ERRORS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
     "hidden size": (lambda c, t: c.update(hidden_size=64), "hidden size is 64"),
     "vocabulary": (lambda c, t: c.update(vocab_size=99), "vocabulary size is 99"),
-    "layers read": (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]), "outputs of layers"),
-    "embedding read": (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[0, 1, 2]), "outputs of layers"),
+    "layers read": (
+        lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]),
+        "outputs of layers",
+    ),
+    "embedding read": (
+        lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
+        "outputs of layers",
+    ),
     "two layers": (lambda c, t: c.update(num_hidden_layers=2), "has 2 layers"),
-    "lacking": (lambda c, t: t.pop("midlayer.hidden_norm.weight"), "lacks 1 tensors, first layers.0.hidden_norm"),
+    "lacking": (
+        lambda c, t: t.pop("midlayer.hidden_norm.weight"),
+        "lacks 1 tensors, first layers.0.hidden_norm",
+    ),
     "shape": (lambda c, t: t.update({"fc.weight": torch.ones(SIZE, SIZE)}), "fc.weight has shape"),
-    "unknown": (lambda c, t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)}), "does not know, first"),
-    "map": (lambda c, t: (c.update(draft_vocab_size=VOCAB - 1), t.update(_map())), "outside the target's vocabulary"),
+    "unknown": (
+        lambda c, t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)}),
+        "does not know, first",
+    ),
+    "map": (
+        lambda c, t: (c.update(draft_vocab_size=VOCAB - 1), t.update(_map())),
+        "outside the target's vocabulary",
+    ),
     "no map": (lambda c, t: c.update(draft_vocab_size=VOCAB - 1), "lacks"),
-    "nonsense": (lambda c, t: c.update(num_attention_heads="many"), "not one of an EAGLE-3 checkpoint"),
+    "nonsense": (
+        lambda c, t: c.update(num_attention_heads="many"),
+        "not one of an EAGLE-3 checkpoint",
+    ),
 }
 
 
@@ -341,13 +396,13 @@ def test_eagle_checkpoints_that_do_not_fit(llama: Tiny, error: str) -> None:
 
 def test_pard_checkpoints_that_do_not_fit(llama: Tiny, tmp_path: Path) -> None:
     with pytest.raises(SharpDraftError, match="vocabulary size is 50"):
-        Pard(Target(make_pard(vocab=50)), 3, llama.target)
+        Pard(CausalLM(make_pard(vocab=50)), 3, llama.target)
     with pytest.raises(SharpDraftError, match="pard_token is 64"):
-        Pard(Target(make_pard()), VOCAB, llama.target)
+        Pard(CausalLM(make_pard()), VOCAB, llama.target)
     make_pard().save_pretrained(tmp_path)
     with pytest.raises(SharpDraftError, match="has no pard_token"):
         Pard.load(tmp_path, llama.target)
-    short = Pard(Target(make_pard(positions=30)), 3, llama.target)
+    short = Pard(CausalLM(make_pard(positions=30)), 3, llama.target)
     session = Session(llama.target, short, block=5)
     with pytest.raises(SharpDraftError, match="has 30 positions"):
         list(session.generate(llama.text[:PROMPT], 100))
@@ -374,8 +429,19 @@ def test_drafters_side_by_side_draft_what_they_draft_alone(
     run: Run, saved: Checkpoints, three: dict[str, Path], tmp_path: Path
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"name": "a", "turns": ["w9", "w10 w11", "w40 w41"]}\n{"name": "b", "prompt": "w30"}\n')
-    options = ("--target", saved.target, "--prompts", prompts, "--answer-tokens", 25, "--reference", 40)
+    prompts.write_text(
+        '{"name": "a", "turns": ["w9", "w10 w11", "w40 w41"]}\n{"name": "b", "prompt": "w30"}\n'
+    )
+    options = (
+        "--target",
+        saved.target,
+        "--prompts",
+        prompts,
+        "--answer-tokens",
+        25,
+        "--reference",
+        40,
+    )
     arms = ("--arms", "ar,frozen,sharpdraft", "--replay", "frozen,fixed@1.3", "--mass-every", 5)
 
     def rows(drafters: str, out: Path) -> list[dict[str, Any]]:
@@ -385,25 +451,38 @@ def test_drafters_side_by_side_draft_what_they_draft_alone(
         return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()[1:]]
 
     together = rows(",".join(map(str, three.values())), tmp_path / "together")
-    assert list(together[0]["arms"]) == ["ar", *(f"{n}:{a}" for n in three for a in ("frozen", "sharpdraft"))]
+    assert list(together[0]["arms"]) == [
+        "ar",
+        *(f"{n}:{a}" for n in three for a in ("frozen", "sharpdraft")),
+    ]
     different = set()
     for name, folder in three.items():
         alone = rows(str(folder), tmp_path / f"alone-{name}")
         for one, all_ in zip(alone, together, strict=True):
             assert one["tokens"] == all_["tokens"]
-            for place, kinds in (("arms", ("frozen", "sharpdraft")), ("replayed", ("frozen", "fixed@1.3"))):
+            for place, kinds in (
+                ("arms", ("frozen", "sharpdraft")),
+                ("replayed", ("frozen", "fixed@1.3")),
+            ):
                 for kind in kinds:
                     mine, theirs = one[place][kind], all_[place][f"{name}:{kind}"]
                     assert mine["rounds"] == theirs["rounds"]
                     # Rounds of other lengths wrote the Keys, in another order of additions.
-                    for own, other in zip(mine.get("mass", []), theirs.get("mass", []), strict=True):
+                    for own, other in zip(
+                        mine.get("mass", []), theirs.get("mass", []), strict=True
+                    ):
                         assert own == pytest.approx(other, abs=1e-5)
             different.add(json.dumps(one["arms"]["frozen"]["rounds"]))
-    assert len(different) > len(together), "the drafters must draft differently for this to say anything"
+    assert len(different) > len(together), (
+        "the drafters must draft differently for this to say anything"
+    )
     cells = json.loads(run("bench", *options, *arms, "--drafter", ",".join(map(str, three.values())), "--out",
                            tmp_path / "together", "--json").out)["cells"]  # fmt: skip
     names = [cell["arm"] for cell in cells]
-    assert names == ["ar", *(f"{n}:{a}" for n in three for a in ("frozen", "sharpdraft", "fixed@1.3"))]
+    assert names == [
+        "ar",
+        *(f"{n}:{a}" for n in three for a in ("frozen", "sharpdraft", "fixed@1.3")),
+    ]
     gains = {cell["arm"] for cell in cells if cell["gain"] is not None}
     assert gains == {f"{n}:{a}" for n in three for a in ("sharpdraft", "fixed@1.3")}
 

@@ -1,4 +1,5 @@
-"""Rounds of fixed shape against the ordinary loop: the same rounds, and no question to the device within one."""
+"""Rounds of fixed shape against the ordinary loop: the same rounds, and no question to the device
+within one."""
 
 from __future__ import annotations
 
@@ -13,24 +14,35 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from conftest import BLOCK, POSITIONS, Tiny, make_drafter, make_model
 from sharpdraft import FixedSlope, Sampling, Session, SharpDraftError
-from sharpdraft.decode import fixed
-from sharpdraft.decode.fixed import FixedRounds
-from sharpdraft.decode.loop import Round, replay, round_together
+from sharpdraft.decode import graphs as fixed
+from sharpdraft.decode.graphs import FixedRounds
+from sharpdraft.decode.session import Round, replay, round_together
 from sharpdraft.drafters.eagle3 import Eagle3
 from sharpdraft.lab.several import Several
-from sharpdraft.scale import Constant, Policy
-from sharpdraft.target import Target
+from sharpdraft.method.scale import Constant, Policy
+from sharpdraft.model.causal_lm import CausalLM
 from test_families import VARIANTS, eagle_config, eagle_tensors, pard_of
 
 STEEP = FixedSlope(33, slope=0.2, max_scale=5.0)
-DRAFTERS = ["none", "dflash", "dflash, causal", "dflash, window", "eagle3", "eagle3, variant", "pard"]
+DRAFTERS = [
+    "none",
+    "dflash",
+    "dflash, causal",
+    "dflash, window",
+    "eagle3",
+    "eagle3, variant",
+    "pard",
+]
 
 
 def drafter_of(kind: str, tiny: Tiny) -> Any:
     if kind == "none":
         return None
     if kind.startswith("dflash"):
-        window = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
+        window = {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "use_sliding_window": True,
+        }
         changes: dict[str, dict[str, Any]] = {
             "dflash, causal": {"is_causal": True},
             "dflash, window": {**window, "sliding_window": 24, "max_window_layers": 1},
@@ -43,7 +55,9 @@ def drafter_of(kind: str, tiny: Tiny) -> Any:
 
 
 @pytest.fixture(params=DRAFTERS)
-def pair(request: pytest.FixtureRequest, llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> tuple[Session, Session]:
+def pair(
+    request: pytest.FixtureRequest, llama: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Session, Session]:
     """Two sessions of one drafter; lengths of the text pass several numbers of Keys."""
     monkeypatch.setattr(fixed, "_FEWEST_KEYS", 32)
     drafter = drafter_of(request.param, llama)
@@ -55,8 +69,12 @@ def shown(done: Round) -> tuple[Any, ...]:
     return done.tokens, done.context, done.drafted, done.accepted
 
 
-@pytest.mark.parametrize("policy", [None, FixedSlope(33), STEEP], ids=["frozen", "sharpdraft", "steep"])
-def test_rounds_are_those_of_the_loop(pair: tuple[Session, Session], llama: Tiny, policy: Policy | None) -> None:
+@pytest.mark.parametrize(
+    "policy", [None, FixedSlope(33), STEEP], ids=["frozen", "sharpdraft", "steep"]
+)
+def test_rounds_are_those_of_the_loop(
+    pair: tuple[Session, Session], llama: Tiny, policy: Policy | None
+) -> None:
     ours, loop = pair
     rounds = FixedRounds(ours)
     for session in pair:
@@ -73,7 +91,8 @@ def test_rounds_are_those_of_the_loop(pair: tuple[Session, Session], llama: Tiny
 
 
 def test_they_alternate_with_all_else(pair: tuple[Session, Session], llama: Tiny) -> None:
-    """Ordinary rounds, rewinding, other policies, target-only decoding and stop tokens in between."""
+    """Ordinary rounds, rewinding, other policies, target-only decoding and stop tokens in
+    between."""
     ours, loop = pair
     rounds = FixedRounds(ours)
     for session in pair:
@@ -137,7 +156,7 @@ def test_when_a_round_is_left_to_the_loop(llama: Tiny) -> None:
 
 def test_logits_that_are_no_numbers_are_refused_and_nothing_is_lost() -> None:
     model = make_model("llama")
-    target = Target(model)
+    target = CausalLM(model)
     session, loop = (Session(target, make_drafter(target)) for _ in range(2))
     for each in (session, loop):
         each.prefill(list(range(20)))

@@ -1,4 +1,5 @@
-"""The compiled kernels against the PyTorch operations that they stand for, and life without them."""
+"""The compiled kernels against the PyTorch operations that they stand for, and life without
+them."""
 
 from __future__ import annotations
 
@@ -18,19 +19,22 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
 from conftest import Tiny
-from sharpdraft import FixedSlope, Session, kernels, mask_keys
-from sharpdraft.attention import CAUSAL, LayerKind, Rotary, Segments
-from sharpdraft.decode.cache import KVCache
+from sharpdraft import FixedSlope, Session, mask_keys
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.kernels import add_norm, gated, library
-from sharpdraft.linear import Linear
-from sharpdraft.scale import Constant, Policy
-from sharpdraft.stack import Layer, Stack
-from sharpdraft.target import Target
+from sharpdraft.method.scale import Constant, Policy
+from sharpdraft.model import kernels
+from sharpdraft.model.attention import CAUSAL, LayerKind, Rotary, Segments
+from sharpdraft.model.cache import KVCache
+from sharpdraft.model.causal_lm import CausalLM
+from sharpdraft.model.kernels import add_norm, gated, library
+from sharpdraft.model.linear import Linear
+from sharpdraft.model.stack import Layer, Stack
 from test_fixed import drafter_of
 
 compiled = pytest.mark.skipif(library(8) is None, reason="no C++ compiler here")
-no_avx512 = pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512")
+no_avx512 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs AVX-512"
+)
 WIDTHS = [8, pytest.param(16, marks=no_avx512)]
 CAPACITY = 440
 POLICIES = [None, FixedSlope(33), FixedSlope(100, slope=0.3, max_scale=4.0), Constant(1.3)]
@@ -60,7 +64,9 @@ def filled(kv_heads: int, dim: int, length: int, seed: int, batch: int = 1) -> K
 
 @compiled
 @pytest.mark.parametrize("width", WIDTHS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1), (9, 3)]),
     vectors=st.integers(1, 9),
@@ -83,9 +89,12 @@ def test_attention_is_pytorchs(
     normed: bool,
     seed: int,
 ) -> None:
-    """Any number of requests at any length, seeing what their kind of layer sees; and what is cached."""
+    """Any number of requests at any length, seeing what their kind of layer sees; and what is
+    cached."""
     batch = batch if len(spans) == 1 else 1
-    ours, theirs = both_ways(monkeypatch, width, heads, width * vectors, spans, batch, kind, scaled, normed, seed)
+    ours, theirs = both_ways(
+        monkeypatch, width, heads, width * vectors, spans, batch, kind, scaled, normed, seed
+    )
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, equal_nan=True)
     assert not ours[0].isnan().any()
@@ -103,16 +112,24 @@ def both_ways(
     normed: bool = False,
     seed: int = 0,
 ) -> list[list[Tensor]]:
-    """Attention's result and the caches afterwards, by the kernel of `width` lanes and by PyTorch."""
+    """Attention's result and the caches afterwards, by the kernel of `width` lanes and by
+    PyTorch."""
     rng = torch.Generator().manual_seed(seed)
-    rotary = Rotary(LlamaRotaryEmbedding(LlamaConfig(hidden_size=dim, num_attention_heads=1, head_dim=dim)), CAPACITY)
+    rotary = Rotary(
+        LlamaRotaryEmbedding(LlamaConfig(hidden_size=dim, num_attention_heads=1, head_dim=dim)),
+        CAPACITY,
+    )
     rows = sum(count for _, count in spans)
     qkv = torch.randn(batch, rows, (heads[0] + 2 * heads[1]) * dim, generator=rng) * 2
     gain = torch.rand(rows, generator=rng) if scaled else None
-    norms = (torch.rand(dim, generator=rng), torch.rand(dim, generator=rng), 1e-5) if normed else None
+    norms = (
+        (torch.rand(dim, generator=rng), torch.rand(dim, generator=rng), 1e-5) if normed else None
+    )
     found = []
     for lanes in (width, 0):
-        caches = [filled(heads[1], dim, start, seed + i, batch) for i, (start, _) in enumerate(spans)]
+        caches = [
+            filled(heads[1], dim, start, seed + i, batch) for i, (start, _) in enumerate(spans)
+        ]
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "lanes", lambda size, lanes=lanes: lanes)
             segments = Segments(caches, [s for s, _ in spans], [c for _, c in spans], rotary, kind)
@@ -141,15 +158,24 @@ def test_a_row_that_sees_another_key_is_noticed(monkeypatch: pytest.MonkeyPatch,
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 380), st.integers(1, 17), st.sampled_from(POLICIES)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.integers(0, 380), st.integers(1, 17), st.sampled_from(POLICIES)),
+        min_size=1,
+        max_size=4,
+    ),
     st.builds(LayerKind, st.booleans(), st.sampled_from([None, 1, 7, 65])),
 )
 def test_gains_are_the_policys_at_the_keys_each_row_sees(
     requests: list[tuple[int, int, Policy | None]], kind: LayerKind
 ) -> None:
     caches = [KVCache(1, 1, 8, CAPACITY) for _ in requests]
-    rotary = Rotary(LlamaRotaryEmbedding(LlamaConfig(hidden_size=8, num_attention_heads=1, head_dim=8)), CAPACITY)
-    segments = Segments(caches, [s for s, _, _ in requests], [c for _, c, _ in requests], rotary, kind)
+    rotary = Rotary(
+        LlamaRotaryEmbedding(LlamaConfig(hidden_size=8, num_attention_heads=1, head_dim=8)),
+        CAPACITY,
+    )
+    segments = Segments(
+        caches, [s for s, _, _ in requests], [c for _, c, _ in requests], rotary, kind
+    )
     found = segments.gains([policy for _, _, policy in requests])
     expected = []
     for start, count, policy in requests:
@@ -163,7 +189,9 @@ def test_gains_are_the_policys_at_the_keys_each_row_sees(
 
 @compiled
 @pytest.mark.parametrize("width", WIDTHS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     st.lists(st.integers(1, 4), min_size=0, max_size=1),
     st.integers(1, 40),
@@ -182,8 +210,8 @@ def test_linear(
     narrow: bool,
     biased: bool,
 ) -> None:
-    """Any number of rows, inputs and outputs, few enough for one thread and more; a row is to the bit the same whatever
-    rows it comes with."""
+    """Any number of rows, inputs and outputs, few enough for one thread and more; a row is to the
+    bit the same whatever rows it comes with."""
     torch.manual_seed(rows + size + outs)
     x, weight = torch.randn(*lead, rows, size), torch.randn(outs, size)
     weight = weight.bfloat16().float() if narrow else weight
@@ -191,7 +219,9 @@ def test_linear(
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     layer = Linear(weight, bias)
     assert layer.panels is not None and torch.equal(layer.weight, weight)
-    assert layer.panels.dtype == (torch.bfloat16 if torch.equal(weight.bfloat16().float(), weight) else torch.float32)
+    assert layer.panels.dtype == (
+        torch.bfloat16 if torch.equal(weight.bfloat16().float(), weight) else torch.float32
+    )
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "widest", lambda: library(width))
         found, first = layer(x), layer(x[..., :1, :])
@@ -209,8 +239,11 @@ def test_weights_that_bfloat16_holds_are_kept_as_such_and_no_weight_twice() -> N
         assert sum(each.nbytes for each in kept) == 64 * 32 * (2 if exact else 4)
 
 
-def some_stack(kinds: list[LayerKind], normed: bool, biased: bool, head_norms: bool, dim: int, inner: int) -> Stack:
-    """Layers of random weights, 4 heads in 2 groups, 40 wide; the first projects rows of 56 if it is `normed`."""
+def some_stack(
+    kinds: list[LayerKind], normed: bool, biased: bool, head_norms: bool, dim: int, inner: int
+) -> Stack:
+    """Layers of random weights, 4 heads in 2 groups, 40 wide; the first projects rows of 56 if it
+    is `normed`."""
     rng = torch.Generator().manual_seed(len(kinds) + dim)
     size = 40
 
@@ -246,7 +279,10 @@ def run_stack(
 ) -> list[Tensor]:
     """What a stack makes of random rows behind random caches, and the caches afterwards."""
     dim = stack.layers[0].qkv.outs // 8
-    rotary = Rotary(LlamaRotaryEmbedding(LlamaConfig(hidden_size=dim, num_attention_heads=1, head_dim=dim)), CAPACITY)
+    rotary = Rotary(
+        LlamaRotaryEmbedding(LlamaConfig(hidden_size=dim, num_attention_heads=1, head_dim=dim)),
+        CAPACITY,
+    )
     rng = torch.Generator().manual_seed(0)
     rows = sum(count for _, count in spans)
     hidden = torch.randn(batch, rows, 40, generator=rng)
@@ -256,7 +292,9 @@ def run_stack(
         cache.keys.copy_(filled(2, dim, start, 0, batch).keys[:1])
         cache.values.copy_(filled(2, dim, start, 1, batch).values[:1])
     where: dict[LayerKind, Any] = {
-        layer.kind: Segments(caches, [s for s, _ in spans], [c for _, c in spans], rotary, layer.kind)
+        layer.kind: Segments(
+            caches, [s for s, _ in spans], [c for _, c in spans], rotary, layer.kind
+        )
         for layer in stack.layers
     }
     gains = {kind: each.gains([policy] * len(spans)) for kind, each in where.items()}
@@ -270,7 +308,9 @@ def run_stack(
 @settings(max_examples=80, deadline=None)
 @given(
     kinds=st.lists(
-        st.sampled_from([CAUSAL, LayerKind(False), LayerKind(True, 20), LayerKind(False, 9)]), min_size=1, max_size=3
+        st.sampled_from([CAUSAL, LayerKind(False), LayerKind(True, 20), LayerKind(False, 9)]),
+        min_size=1,
+        max_size=3,
     ),
     spans=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 20)), min_size=1, max_size=3),
     batch=st.integers(1, 2),
@@ -340,7 +380,9 @@ def test_a_copy_of_a_stack_stands_on_its_own() -> None:
 
 @compiled
 @pytest.mark.parametrize("family", ["dflash", "eagle3", "pard"])
-def test_target_and_drafters_run_in_one_call_a_pass(family: str, llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_and_drafters_run_in_one_call_a_pass(
+    family: str, llama: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
     right = kernels.layers
 
@@ -361,7 +403,9 @@ def test_target_and_drafters_run_in_one_call_a_pass(family: str, llama: Tiny, mo
 
 @compiled
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 70), st.booleans(), st.sampled_from([1e-6, 1.0, 30.0, 1e4]))
+@given(
+    st.integers(1, 40), st.integers(1, 70), st.booleans(), st.sampled_from([1e-6, 1.0, 30.0, 1e4])
+)
 def test_add_norm_and_gated(rows: int, size: int, added: bool, scale: float) -> None:
     torch.manual_seed(rows + size)
     hidden, weight = torch.randn(1, rows, size) * scale, torch.randn(size)
@@ -388,32 +432,42 @@ def test_gradients_are_left_to_pytorch() -> None:
 
 
 @pytest.mark.parametrize("family", ["none", "dflash", "eagle3", "pard"])
-def test_the_same_is_written_without_kernels(family: str, llama: Tiny, without_kernels: None) -> None:
-    plain = replace(llama, target=Target(llama.model))
+def test_the_same_is_written_without_kernels(
+    family: str, llama: Tiny, without_kernels: None
+) -> None:
+    plain = replace(llama, target=CausalLM(llama.model))
     session = Session(plain.target, drafter_of(family, plain), FixedSlope(33))
     assert [t for r in session.generate(llama.text[:25], 60) for t in r.tokens] == llama.text[25:85]
 
 
 def test_a_model_that_is_taken_over_is_let_go(tiny: Tiny) -> None:
     model = copy.deepcopy(tiny.model)
-    session = Session(Target(model, release=True))
+    session = Session(CausalLM(model, release=True))
     assert all(parameter.is_meta for parameter in model.model.layers.parameters())
     assert [t for r in session.generate(tiny.text[:25], 60) for t in r.tokens] == tiny.text[25:85]
 
 
 @pytest.mark.parametrize("fault", ["no compiler", "a compiler that fails"])
 def test_a_machine_that_cannot_build_them_says_so_and_goes_on(
-    fault: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: str,
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     bad = tmp_path / "cxx"
     bad.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho sorry, no >&2; exit 1\n')
     bad.chmod(0o755)
-    monkeypatch.setenv("CXX", str(bad) if fault == "a compiler that fails" else str(tmp_path / "absent"))
+    monkeypatch.setenv(
+        "CXX", str(bad) if fault == "a compiler that fails" else str(tmp_path / "absent")
+    )
     monkeypatch.setenv("SHARPDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(kernels, "library", library.__wrapped__)
     with caplog.at_level(logging.WARNING):
         session = Session(tiny.target)
-        assert [t for r in session.generate(tiny.text[:25], 5) for t in r.tokens] == tiny.text[25:30]
+        assert [t for r in session.generate(tiny.text[:25], 5) for t in r.tokens] == tiny.text[
+            25:30
+        ]
     assert ("no C++ compiler" if fault == "no compiler" else "sorry, no") in caplog.text
     assert not list((tmp_path / "cache").rglob("*.so"))
 

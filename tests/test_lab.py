@@ -1,4 +1,5 @@
-"""The lab from outside: tasks as data, runs that go on where they broke off, figures that are what they say."""
+"""The lab from outside: tasks as data, runs that go on where they broke off, figures that are what
+they say."""
 
 from __future__ import annotations
 
@@ -18,13 +19,30 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from conftest import BLOCK, PROMPT, VOCAB, Tiny, continuation, full_disk, make_drafter
-from sharpdraft.decode.loop import Session
+from sharpdraft.decode.session import Session
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.lab.bench import EDGES, Arm, Plan, RunLog, arm, measured_turns, run_live, run_recording
 from sharpdraft.lab.report import Cell, Estimate, figure, label, summarise, table
-from sharpdraft.lab.tasks import Recording, Task, Turn, bucket_of, built_in, from_file, turns_of
-from sharpdraft.scale import Constant, FixedSlope
+from sharpdraft.lab.runs import (
+    EDGES,
+    Arm,
+    Plan,
+    RunLog,
+    arm,
+    measured_turns,
+    run_live,
+    run_recording,
+)
+from sharpdraft.method.scale import Constant, FixedSlope
 from sharpdraft.train.sessions import write_wave
+from sharpdraft.workloads.tasks import (
+    Recording,
+    Task,
+    Turn,
+    bucket_of,
+    built_in,
+    from_file,
+    turns_of,
+)
 
 LOW = FixedSlope(33)
 
@@ -45,7 +63,11 @@ def test_prompts_as_text(tmp_path: Path) -> None:
 
 
 def test_prompts_as_json_lines(tmp_path: Path) -> None:
-    rows = [{"prompt": "one"}, {"turns": ["a", "b {x}"], "name": "two"}, {"name": 3, "prompt": "c", "other": None}]
+    rows = [
+        {"prompt": "one"},
+        {"turns": ["a", "b {x}"], "name": "two"},
+        {"name": 3, "prompt": "c", "other": None},
+    ]
     assert tasks_from(tmp_path, "\n".join(map(json.dumps, rows))) == [
         Task("line-1", ("one",), 50),
         Task("two", ("a", "b {x}"), 50),
@@ -66,7 +88,10 @@ def test_prompts_as_json_lines(tmp_path: Path) -> None:
         ('{"turns": "abc"}', "line 1: needs"),
         ('{"turns": ["a", " "]}', "line 1: needs"),
         ('{"turns": null, "prompt": "a"}', "line 1: needs"),
-        ('{"name": "a", "prompt": "b"}\n{"name": "a", "prompt": "c"}', "every name must be given once"),
+        (
+            '{"name": "a", "prompt": "b"}\n{"name": "a", "prompt": "c"}',
+            "every name must be given once",
+        ),
         (b"\xff\xfe", "cannot read the prompt file"),
     ],
 )
@@ -87,11 +112,16 @@ def test_built_in_sessions() -> None:
     tasks = built_in()
     assert len(tasks) >= 10 and len({task.name for task in tasks}) == len(tasks)
     assert all(len(task.turns) >= 30 and all(turn.strip() for turn in task.turns) for task in tasks)
-    assert len({turn for task in tasks for turn in task.turns}) == sum(len(task.turns) for task in tasks)
+    assert len({turn for task in tasks for turn in task.turns}) == sum(
+        len(task.turns) for task in tasks
+    )
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=6), st.integers(0, 3))
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=6),
+    st.integers(0, 3),
+)
 def test_turns_of(spans: list[tuple[int, int]], tail: int) -> None:
     mask: list[bool] = []
     expected = []
@@ -106,7 +136,9 @@ def test_turns_of_a_wave_are_its_prompts_and_answers(llama: Tiny) -> None:
     turns = [[[20, 31, 14], [50, 9]], [[7], [8, 8, 40]]]
     end = Counter(llama.text[PROMPT:]).most_common(1)[0][0]
     wave = write_wave(llama.target, turns, 120, end)
-    for session, tokens, written in zip(turns, wave["tokens"].tolist(), wave["written"], strict=True):
+    for session, tokens, written in zip(
+        turns, wave["tokens"].tolist(), wave["written"], strict=True
+    ):
         found = turns_of(written)
         assert len(found) > 2
         for number, turn in enumerate(found):
@@ -122,7 +154,12 @@ def test_turns_of_nothing() -> None:
 
 def test_buckets() -> None:
     assert [bucket_of(n, (512, 1024)) for n in (1, 512, 513, 1024, 1025)] == [0, 0, 1, 1, None]
-    assert [label(i, (100, 512, 1024, 4096)) for i in range(4)] == ["0-100", "100-512", "512-1K", "1K-4K"]
+    assert [label(i, (100, 512, 1024, 4096)) for i in range(4)] == [
+        "0-100",
+        "100-512",
+        "512-1K",
+        "1K-4K",
+    ]
 
 
 # Arms and plans
@@ -167,7 +204,9 @@ def test_arms_that_do_not_exist(name: str) -> None:
 
 def plan_of(*names: str, replayed: tuple[str, ...] = (), **options: Any) -> Plan:
     arms = tuple(arm(name, LOW) for name in names)
-    return Plan("tiny", "random", BLOCK, arms, tuple(arm(name, LOW) for name in replayed), **options)
+    return Plan(
+        "tiny", "random", BLOCK, arms, tuple(arm(name, LOW) for name in replayed), **options
+    )
 
 
 def recording_of(*lengths: tuple[int, int]) -> Recording:
@@ -189,12 +228,16 @@ def test_measured_turns() -> None:
         for number in chosen:
             turn = recording.turns[number]
             bucket = bucket_of(turn.answer, edges)
-            assert bucket is not None and turn.end <= edges[bucket], "an answer must not reach into the next bucket"
+            assert bucket is not None and turn.end <= edges[bucket], (
+                "an answer must not reach into the next bucket"
+            )
             assert turn.end - turn.answer >= 32
             inside.setdefault(bucket, []).append(number)
         assert [inside[0][-1], inside[1][-1]] == [1, 9]
         assert [len(inside[b]) for b in range(3)] == [min(per_bucket, n) for n in (2, 8, 9)]
-    assert measured_turns(recording, plan_of("ar", edges=edges, turns_per_bucket=50), 300) == list(range(6))
+    assert measured_turns(recording, plan_of("ar", edges=edges, turns_per_bucket=50), 300) == list(
+        range(6)
+    )
     assert measured_turns(recording_of((10, 5)), plan_of("ar"), 8192) == []
 
 
@@ -214,7 +257,8 @@ def test_run_log_goes_on(tmp_path: Path) -> None:
     assert json.loads(whole.splitlines()[0]).keys() == {"plan", "machine"}
     assert RunLog(path, plan).rows == rows
     assert path.read_bytes() == whole
-    # A last line cut short anywhere is dropped, and the file is whole again before the next row comes.
+    # A last line cut short anywhere is dropped, and the file is whole again before the next row
+    # comes.
     start = whole.rstrip(b"\n").rindex(b"\n") + 1
     for cut in range(start, len(whole)):
         path.write_bytes(whole[:cut])
@@ -255,7 +299,9 @@ def test_run_log_of_another_plan_is_refused(tmp_path: Path) -> None:
         replace(plan, timed=(*plan.timed[:1], replace(plan.timed[1], policy=FixedSlope(34)))),
     ]
     for other in others:
-        with pytest.raises(SharpDraftError, match="holds a run with other settings: give another --out"):
+        with pytest.raises(
+            SharpDraftError, match="holds a run with other settings: give another --out"
+        ):
             RunLog(path, other)
     assert path.read_bytes() == before
     assert RunLog(path, plan).rows == [{"session": "a"}]
@@ -265,7 +311,10 @@ def test_full_disk_is_told(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     log = RunLog(path, plan_of("ar"))
     log.add({"session": "a"})
-    with full_disk(path.stat().st_size + 20), pytest.raises(SharpDraftError, match=r"rows\.jsonl .*make room"):
+    with (
+        full_disk(path.stat().st_size + 20),
+        pytest.raises(SharpDraftError, match=r"rows\.jsonl .*make room"),
+    ):
         log.add({"session": "b", "text": "x" * 100})
     # What went in of the row that did not fit is dropped when the run goes on.
     assert RunLog(path, plan_of("ar")).rows == log.rows == [{"session": "a"}]
@@ -275,7 +324,8 @@ def test_full_disk_is_told(tmp_path: Path) -> None:
 
 
 def without_times(rows: list[dict[str, Any]]) -> Any:
-    """Rows as they lie on disk, but for what a clock said; masses to the digits that the order of additions leaves."""
+    """Rows as they lie on disk, but for what a clock said; masses to the digits that the order of
+    additions leaves."""
 
     def strip(value: Any) -> Any:
         if isinstance(value, dict):
@@ -288,13 +338,26 @@ def without_times(rows: list[dict[str, Any]]) -> Any:
 
 
 LIVE = plan_of(
-    "ar", "frozen", "sharpdraft", "window@40", replayed=("frozen", "sharpdraft", "fixed@1.3"), masses_every=4
+    "ar",
+    "frozen",
+    "sharpdraft",
+    "window@40",
+    replayed=("frozen", "sharpdraft", "fixed@1.3"),
+    masses_every=4,
 )
 TASK = Task("t", ("",) * 5, answer_tokens=16)
-PROMPTS = [[5, 9, 40], [33, 2], [18], [61, 61, 7, 30], [44]]  # More than arms: each comes first once, AR twice.
+PROMPTS = [
+    [5, 9, 40],
+    [33, 2],
+    [18],
+    [61, 61, 7, 30],
+    [44],
+]  # More than arms: each comes first once, AR twice.
 
 
-def live(tiny: Tiny, done: list[dict[str, Any]], **options: Any) -> tuple[Session, list[dict[str, Any]]]:
+def live(
+    tiny: Tiny, done: list[dict[str, Any]], **options: Any
+) -> tuple[Session, list[dict[str, Any]]]:
     """Run all turns that are not done yet."""
     session = Session(tiny.target, make_drafter(tiny.target), **options)
     rows = list(done)
@@ -307,7 +370,9 @@ def whole(llama: Tiny) -> tuple[Session, list[dict[str, Any]]]:
     return live(llama, [])
 
 
-def test_live_run_is_the_targets_conversation(llama: Tiny, whole: tuple[Session, list[dict[str, Any]]]) -> None:
+def test_live_run_is_the_targets_conversation(
+    llama: Tiny, whole: tuple[Session, list[dict[str, Any]]]
+) -> None:
     session, rows = whole
     said: list[int] = []
     assert [row["turn"] for row in rows] == [0, 1, 2, 3, 4]
@@ -334,7 +399,11 @@ def test_live_run_is_the_targets_conversation(llama: Tiny, whole: tuple[Session,
     assert all(last["sharpdraft"][at] > last["frozen"][at] for at in last["frozen"])
     first = rows[0]["replayed"]
     early = [
-        (a, b) for (at, a), (_, b) in zip(first["frozen"]["mass"], first["sharpdraft"]["mass"], strict=True) if at < 20
+        (a, b)
+        for (at, a), (_, b) in zip(
+            first["frozen"]["mass"], first["sharpdraft"]["mass"], strict=True
+        )
+        if at < 20
     ]
     assert early and all(a == b for a, b in early)
 
@@ -357,7 +426,9 @@ def test_live_run_goes_on(llama: Tiny, whole: tuple[Session, list[dict[str, Any]
         assert session.tokens == whole_session.tokens
 
 
-def test_live_run_ends_with_the_context(llama: Tiny, whole: tuple[Session, list[dict[str, Any]]]) -> None:
+def test_live_run_ends_with_the_context(
+    llama: Tiny, whole: tuple[Session, list[dict[str, Any]]]
+) -> None:
     for capacity in (12, 29, 31, 40):  # Within answers and prompts, and at their ends.
         session, rows = live(llama, [], capacity=capacity)
         assert len(session.tokens) <= capacity
@@ -378,8 +449,11 @@ def test_stop_token_inside_an_answer(llama: Tiny) -> None:
     assert second["context"] == first["context"] + len(first["tokens"]) + len(PROMPTS[1])
 
 
-def test_arm_that_differs_is_shown_with_its_gap(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verification gone wrong, planted: the row says where, and how far apart the target's two logits are."""
+def test_arm_that_differs_is_shown_with_its_gap(
+    llama: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verification gone wrong, planted: the row says where, and how far apart the target's two
+    logits are."""
     session = Session(llama.target, make_drafter(llama.target))
     right = Session.generate
 
@@ -390,7 +464,9 @@ def test_arm_that_differs_is_shown_with_its_gap(llama: Tiny, monkeypatch: pytest
 
     monkeypatch.setattr(Session, "generate", wrong)
     rows: list[dict[str, Any]] = []
-    run_live(session, TASK, iter(PROMPTS[:1]), plan_of("ar", "frozen", "sharpdraft"), (), [], rows.append)
+    run_live(
+        session, TASK, iter(PROMPTS[:1]), plan_of("ar", "frozen", "sharpdraft"), (), [], rows.append
+    )
     (row,) = rows
     answer = continuation(llama.model, PROMPTS[0], 16)
     assert row["tokens"] == answer
@@ -415,7 +491,9 @@ def written_recording(tiny: Tiny) -> Recording:
 
 def test_recorded_run_and_its_resumption(llama: Tiny, tmp_path: Path) -> None:
     recording = written_recording(llama)
-    plan = plan_of("ar", "frozen", "sharpdraft", replayed=("frozen",), edges=(90, 170, 250), turns_per_bucket=2)
+    plan = plan_of(
+        "ar", "frozen", "sharpdraft", replayed=("frozen",), edges=(90, 170, 250), turns_per_bucket=2
+    )
     numbers = measured_turns(recording, plan, 250)
     assert numbers == [0, 1, 3]
 
@@ -450,7 +528,9 @@ def test_recorded_run_and_its_resumption(llama: Tiny, tmp_path: Path) -> None:
 # Figures
 
 
-def row_of(session: str, turn: int, context: int, accepted: dict[str, list[int]], seconds: dict[str, float]) -> Any:
+def row_of(
+    session: str, turn: int, context: int, accepted: dict[str, list[int]], seconds: dict[str, float]
+) -> Any:
     arms = {
         name: {
             "tokens": 40,
@@ -479,7 +559,9 @@ def rows_of(sessions: int) -> list[Any]:
     for number in range(sessions):
         name = f"s{number}"
         rows.append(row_of(name, 0, 100, {"frozen": [0, 1], "sharpdraft": [1, number]}, seconds))
-        rows.append(row_of(name, 1, 900, {"frozen": [0, 0, 0], "sharpdraft": [3]}, seconds | {"ar": 2.0}))
+        rows.append(
+            row_of(name, 1, 900, {"frozen": [0, 0, 0], "sharpdraft": [3]}, seconds | {"ar": 2.0})
+        )
     return rows
 
 
@@ -487,16 +569,26 @@ def test_summary_of_known_rows() -> None:
     cells = {(c.bucket, c.arm): c for c in summarise(rows_of(4), EDGES)}
     assert list(cells) == [(b, a) for b in (0, 1) for a in ("ar", "frozen", "sharpdraft")]
     ar, frozen, sharp = (cells[0, name] for name in ("ar", "frozen", "sharpdraft"))
-    assert (ar.turns, ar.tokens, ar.mal, ar.speedup, ar.gain, ar.mass) == (4, 160, None, None, None, None)
+    assert (ar.turns, ar.tokens, ar.mal, ar.speedup, ar.gain, ar.mass) == (
+        4,
+        160,
+        None,
+        None,
+        None,
+        None,
+    )
     assert ar.speed == Estimate(10.0, 10.0, 10.0)
     assert frozen.speed == Estimate(20.0, 20.0, 20.0) and frozen.speedup == Estimate(2.0, 2.0, 2.0)
     assert frozen.mal == Estimate(1.5, 1.5, 1.5) and frozen.gain is None
     assert sharp.speedup is not None and sharp.speedup.value == 4.0
     assert sharp.mal is not None and sharp.mal.value == pytest.approx(1 + (4 + 0 + 1 + 2 + 3) / 8)
     assert sharp.gain is not None and sharp.gain.value == pytest.approx(sharp.mal.value - 1.5)
-    # Of the draws of four sessions from four, the middle 95 %: far from constant, and around the value.
+    # Of the draws of four sessions from four, the middle 95 %: far from constant, and around the
+    # value.
     assert sharp.mal.low is not None and sharp.mal.high is not None
-    assert 1.5 < sharp.mal.low < sharp.mal.value - 0.2 < sharp.mal.value + 0.2 < sharp.mal.high < 3.0
+    assert (
+        1.5 < sharp.mal.low < sharp.mal.value - 0.2 < sharp.mal.value + 0.2 < sharp.mal.high < 3.0
+    )
     later = cells[1, "sharpdraft"]
     assert later.mal == Estimate(4.0, 4.0, 4.0) and later.gain == Estimate(3.0, 3.0, 3.0)
     assert later.speedup == Estimate(2.0, 2.0, 2.0) and later.mass == Estimate(0.5, 0.5, 0.5)
@@ -531,7 +623,12 @@ def test_summary_of_replayed_arms_and_of_what_lies_beyond() -> None:
     fixed = cells[0, "fixed@1.2"]
     assert (fixed.speed, fixed.speedup) == (None, None)
     assert fixed.mal == Estimate(3.0, 3.0, 3.0) and fixed.gain == Estimate(1.0, 1.0, 1.0)
-    assert [arm for bucket, arm in cells if bucket == 0] == ["ar", "frozen", "sharpdraft", "fixed@1.2"]
+    assert [arm for bucket, arm in cells if bucket == 0] == [
+        "ar",
+        "frozen",
+        "sharpdraft",
+        "fixed@1.2",
+    ]
     assert summarise([], EDGES) == []
 
 
@@ -544,7 +641,15 @@ def text_of(cells: list[Cell]) -> str:
 
 def test_table() -> None:
     text = text_of(summarise(rows_of(4), EDGES))
-    for part in ("a title", "0-512", "512-1K", "frozen", "2.00 [2.00, 2.00]", "MAL - Frozen's", "top-32 mass"):
+    for part in (
+        "a title",
+        "0-512",
+        "512-1K",
+        "frozen",
+        "2.00 [2.00, 2.00]",
+        "MAL - Frozen's",
+        "top-32 mass",
+    ):
         assert part in text
     assert text.count("0-512") == 1
     only_ar = [cell for cell in summarise(rows_of(2), EDGES) if cell.arm == "ar"]
@@ -559,10 +664,15 @@ def test_figure_is_written(tmp_path: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
     rows = rows_of(1)
     for row in rows:
-        row["arms"]["sharpdraft"]["rounds"] = []  # Nothing drafted: not a number, which must not break a picture.
+        row["arms"]["sharpdraft"][
+            "rounds"
+        ] = []  # Nothing drafted: not a number, which must not break a picture.
     figure(summarise(rows, EDGES), EDGES, tmp_path / "nan.png", "nothing drafted")
 
 
 def test_prompt_text_is_that_of_the_targets(llama: Tiny) -> None:
     """The fixture's promise that the tests above rest on."""
-    assert continuation(llama.model, llama.text[: PROMPT + 9], 12) == llama.text[PROMPT + 9 : PROMPT + 21]
+    assert (
+        continuation(llama.model, llama.text[: PROMPT + 9], 12)
+        == llama.text[PROMPT + 9 : PROMPT + 21]
+    )

@@ -10,16 +10,31 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conftest import BLOCK, POSITIONS, PROMPT, VOCAB, Oracle, Tiny, continuation, make_drafter, make_model
-from sharpdraft.decode import loop
-from sharpdraft.decode.cache import KVCache
-from sharpdraft.decode.loop import Round, Session, replay
+from conftest import (
+    BLOCK,
+    POSITIONS,
+    PROMPT,
+    VOCAB,
+    Oracle,
+    Tiny,
+    continuation,
+    make_drafter,
+    make_model,
+)
+from sharpdraft.decode import session as loop
+from sharpdraft.decode.session import Round, Session, replay
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.scale import Constant, FixedSlope
-from sharpdraft.target import Target
+from sharpdraft.method.scale import Constant, FixedSlope
+from sharpdraft.model.cache import KVCache
+from sharpdraft.model.causal_lm import CausalLM
 
 LOW = FixedSlope(33)  # Scales from 34 Keys on, as far as the tiny targets' contexts go.
-ARMS = {"ar": (False, None), "frozen": (True, None), "sharpdraft": (True, LOW), "fixed": (True, Constant(1.4))}
+ARMS = {
+    "ar": (False, None),
+    "frozen": (True, None),
+    "sharpdraft": (True, LOW),
+    "fixed": (True, Constant(1.4)),
+}
 
 
 def set_arm(session: Session, name: str) -> None:
@@ -88,7 +103,8 @@ def test_prompt_is_read_in_chunks(llama: Tiny, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_turns_arms_and_rewinding_on_one_session(tiny: Tiny) -> None:
-    """A conversation whose arm changes at every try: each answer is what transformers writes behind all before."""
+    """A conversation whose arm changes at every try: each answer is what transformers writes behind
+    all before."""
     session = Session(tiny.target, make_drafter(tiny.target))
     said: list[int] = []
     for turn, prompt in enumerate(([5, 9, 33, 2], [41], [8, 60, 13, 13, 27])):
@@ -108,7 +124,8 @@ def test_turns_arms_and_rewinding_on_one_session(tiny: Tiny) -> None:
 
 
 def test_drafting_after_an_answer_without_it(llama: Tiny) -> None:
-    """The second answer is AR's; back where drafting was switched off, the drafter has seen all there is."""
+    """The second answer is AR's; back where drafting was switched off, the drafter has seen all
+    there is."""
     session = Session(llama.target, make_drafter(llama.target))
     list(session.generate(llama.text[:PROMPT], 10))
     prompt = [9, 30, 2]
@@ -159,14 +176,19 @@ def test_drafting_behind_text_written_without_it(llama: Tiny) -> None:
     check_caches(late)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_oracle_with_planted_errors(llama: Tiny, data: st.DataObject) -> None:
-    """Accept counts from none to all, and every end of an answer, against a count of what should happen."""
+    """Accept counts from none to all, and every end of an answer, against a count of what should
+    happen."""
     block = data.draw(st.integers(2, BLOCK), label="block")
     prompt = data.draw(st.integers(PROMPT, PROMPT + 40), label="prompt")
     budget = data.draw(st.integers(1, 30), label="max_new_tokens")
-    capacity = data.draw(st.sampled_from([POSITIONS, prompt + data.draw(st.integers(1, 30))]), label="capacity")
+    capacity = data.draw(
+        st.sampled_from([POSITIONS, prompt + data.draw(st.integers(1, 30))]), label="capacity"
+    )
     wrong = data.draw(st.sets(st.integers(prompt + 1, prompt + 31), max_size=12), label="wrong")
     stop_at = data.draw(st.none() | st.integers(prompt, prompt + 25), label="stop_at")
     stop = () if stop_at is None else (llama.text[stop_at], 63)
@@ -186,7 +208,12 @@ def test_oracle_with_planted_errors(llama: Tiny, data: st.DataObject) -> None:
     assert session.finish == finish
     check_caches(session)
     first, *rest = rounds
-    assert (first.tokens, first.context, first.drafted, first.accepted) == ((answer[0],), prompt, 0, 0)
+    assert (first.tokens, first.context, first.drafted, first.accepted) == (
+        (answer[0],),
+        prompt,
+        0,
+        0,
+    )
     at, left = prompt, min(budget, room) - 1
     for number, done in enumerate(rest, 1):
         drafted = min(block, left) - 1
@@ -204,7 +231,9 @@ def test_perfect_oracle_writes_whole_blocks(llama: Tiny) -> None:
     oracle: Any = Oracle(llama.text)
     session = Session(llama.target, oracle, LOW)
     rounds = list(session.generate(llama.text[:PROMPT], 1 + 5 * BLOCK))
-    assert [(r.drafted, r.accepted, len(r.tokens)) for r in rounds[1:]] == [(BLOCK - 1, BLOCK - 1, BLOCK)] * 5
+    assert [(r.drafted, r.accepted, len(r.tokens)) for r in rounds[1:]] == [
+        (BLOCK - 1, BLOCK - 1, BLOCK)
+    ] * 5
     assert oracle.policies == [LOW] * 5
     assert all(r.draft_seconds > 0 and r.verify_seconds > 0 for r in rounds[1:])
 
@@ -214,7 +243,11 @@ def test_context_fills_to_its_last_token(tiny: Tiny) -> None:
         session = Session(tiny.target, make_drafter(tiny.target), capacity=PROMPT + 30)
         set_arm(session, arm)
         list(session.generate(tiny.text[:PROMPT], 1000))
-        assert (session.tokens, session.finish, session.room) == (tiny.text[: PROMPT + 30], "context", 0)
+        assert (session.tokens, session.finish, session.room) == (
+            tiny.text[: PROMPT + 30],
+            "context",
+            0,
+        )
         with pytest.raises(SharpDraftError, match="does not fit: 0 of 50 are left"):
             session.read([1])
 
@@ -268,7 +301,9 @@ def test_refused_prompts_leave_the_session_usable(
             list(session.generate(llama.text[:PROMPT], 5))
         with pytest.raises(SharpDraftError) as caught:
             list(session.generate(prompt, count))
-        assert (message if not said else message.split(":")[0].split(" tokens")[0]) in str(caught.value)
+        assert (message if not said else message.split(":")[0].split(" tokens")[0]) in str(
+            caught.value
+        )
         assert "\n" not in str(caught.value)
         assert len(session.tokens) == said
     list(session.generate([9, 4], 20))
@@ -283,13 +318,17 @@ def test_longest_prompt_is_taken(session: Session, llama: Tiny) -> None:
 
 @pytest.mark.parametrize("block", [-1, 0, 1, BLOCK + 1])
 def test_block_that_does_not_fit(llama: Tiny, block: int) -> None:
-    with pytest.raises(SharpDraftError, match=f"block size {block}: this drafter drafts blocks of 2 to {BLOCK}"):
+    with pytest.raises(
+        SharpDraftError, match=f"block size {block}: this drafter drafts blocks of 2 to {BLOCK}"
+    ):
         Session(llama.target, make_drafter(llama.target), block=block)
 
 
 @pytest.mark.parametrize("capacity", [-5, 0, 1, POSITIONS + 1])
 def test_capacity_that_does_not_fit(llama: Tiny, capacity: int) -> None:
-    with pytest.raises(SharpDraftError, match=f"context of {capacity} tokens asked for: this target takes 2 to"):
+    with pytest.raises(
+        SharpDraftError, match=f"context of {capacity} tokens asked for: this target takes 2 to"
+    ):
         Session(llama.target, capacity=capacity)
 
 
@@ -298,7 +337,7 @@ def test_broken_weights_are_told(value: float) -> None:
     model = make_model("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 4] = value
-    session = Session(Target(model))
+    session = Session(CausalLM(model))
     with pytest.raises(SharpDraftError, match="the target's logits are NaN or infinite"):
         list(session.generate([1, 2, 3], 5))
 
@@ -315,9 +354,16 @@ def test_replay_is_the_live_run_without_the_target(tiny: Tiny, arm: str) -> None
     session = Session(tiny.target, make_drafter(tiny.target))
     set_arm(session, arm)
     live = figures(list(session.generate(tiny.text[:PROMPT], 100))[1:])
-    keys, values, length = session.drafts.keys.clone(), session.drafts.values.clone(), session.drafts.length
+    keys, values, length = (
+        session.drafts.keys.clone(),
+        session.drafts.values.clone(),
+        session.drafts.length,
+    )
     calls: list[int] = []
-    assert figures(replay(session, PROMPT, ARMS[arm][1], lambda layer, mass: calls.append(layer))) == live
+    assert (
+        figures(replay(session, PROMPT, ARMS[arm][1], lambda layer, mass: calls.append(layer)))
+        == live
+    )
     assert calls == [0, 1] * sum(r[2] > 0 for r in live)
     assert session.drafts.length == length
     # Every bit up to the end of the text is as it was; what lies beyond is nobody's.
@@ -326,7 +372,8 @@ def test_replay_is_the_live_run_without_the_target(tiny: Tiny, arm: str) -> None
 
 
 def test_replay_on_a_read_text_equals_live_rounds(tiny: Tiny) -> None:
-    """As the bench uses it: AR's text, read in one piece, under policies other than the one that wrote it."""
+    """As the bench uses it: AR's text, read in one piece, under policies other than the one that
+    wrote it."""
     count = 90
     drafter = make_drafter(tiny.target)
     reader = Session(tiny.target, drafter)
@@ -339,7 +386,9 @@ def test_replay_on_a_read_text_equals_live_rounds(tiny: Tiny) -> None:
         rounds = figures(list(live.generate(tiny.text[:PROMPT], count))[1:])
         assert figures(replay(reader, PROMPT, ARMS[arm][1])) == rounds
         seen.append([r[3] for r in rounds])
-    assert seen[0] != seen[1] and seen[0] != seen[2], "the policies must differ for this to say anything"
+    assert seen[0] != seen[1] and seen[0] != seen[2], (
+        "the policies must differ for this to say anything"
+    )
 
 
 def test_replay_left_early_restores_the_cache(llama: Tiny) -> None:
@@ -358,7 +407,8 @@ def test_replay_left_early_restores_the_cache(llama: Tiny) -> None:
 
 
 def test_replay_after_a_stop(llama: Tiny) -> None:
-    """Where a stop token ended the text, the live round may have drafted beyond it: all rounds before agree."""
+    """Where a stop token ended the text, the live round may have drafted beyond it: all rounds
+    before agree."""
     stop = llama.text[PROMPT + 90]
     session = Session(llama.target, make_drafter(llama.target), LOW)
     live = figures(list(session.generate(llama.text[:PROMPT], 150, (stop,)))[1:])

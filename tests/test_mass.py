@@ -1,4 +1,5 @@
-"""The theory against sums written out in plain Python, and the statements the paper makes about it."""
+"""The theory against sums written out in plain Python, and the statements the paper makes about
+it."""
 
 import math
 
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpdraft.mass import competitors, contrast, contrast_derivative, top_mass
+from sharpdraft.method.theory import competitors, contrast, contrast_derivative, top_mass
 
 quick = settings(max_examples=60, deadline=None)
 values = st.floats(-8, 8, allow_subnormal=False)
@@ -16,7 +17,8 @@ betas = st.floats(0.3, 3)
 
 @st.composite
 def rows(draw, separated: bool = False):
-    """Scores of one row, k below their number, and with `separated` a gap between the top k and the rest."""
+    """Scores of one row, k below their number, and with `separated` a gap between the top k and the
+    rest."""
     scores = sorted(draw(st.lists(values, min_size=2, max_size=30)), reverse=True)
     k = draw(st.integers(1, len(scores) - 1))
     if separated:
@@ -28,7 +30,9 @@ def written_out(scores, k, beta):
     """ρ, F and F' by their definitions."""
     ordered = sorted(scores, reverse=True)
     top, rest = ordered[:k], ordered[k:]
-    weight = {group: [math.exp(beta * z) for z in part] for group, part in (("top", top), ("rest", rest))}
+    weight = {
+        group: [math.exp(beta * z) for z in part] for group, part in (("top", top), ("rest", rest))
+    }
     mass = sum(weight["top"]) / (sum(weight["top"]) + sum(weight["rest"]))
     f = math.log(sum(weight["top"]) / k) - math.log(sum(weight["rest"]) / len(rest))
     mean = [
@@ -49,7 +53,9 @@ def test_equals_the_definitions(row, beta):
     mass, f, derivative = written_out(scores, k, beta)
     assert top_mass(double(scores), k, beta).item() == pytest.approx(mass, abs=1e-12)
     assert contrast(double(scores), k, beta).item() == pytest.approx(f, abs=1e-10)
-    assert contrast_derivative(double(scores), k, beta).item() == pytest.approx(derivative, abs=1e-10)
+    assert contrast_derivative(double(scores), k, beta).item() == pytest.approx(
+        derivative, abs=1e-10
+    )
 
 
 def test_known_row():
@@ -57,7 +63,9 @@ def test_known_row():
     scores = double([0.0, math.log(4), 0.0, math.log(2)])
     assert top_mass(scores, 2).item() == pytest.approx(0.75)
     assert contrast(scores, 2).item() == pytest.approx(math.log(3))
-    assert contrast_derivative(scores, 2).item() == pytest.approx((4 * math.log(4) + 2 * math.log(2)) / 6)
+    assert contrast_derivative(scores, 2).item() == pytest.approx(
+        (4 * math.log(4) + 2 * math.log(2)) / 6
+    )
 
 
 @quick
@@ -66,7 +74,8 @@ def test_partition_identity(row, beta):
     scores, k = row
     rho = top_mass(double(scores), k, beta)
     identity = contrast(double(scores), k, beta) - math.log(competitors(len(scores), k))
-    # logit loses as many digits as 1 - rho has leading zeros, so it is compared where rho still shows them.
+    # logit loses as many digits as 1 - rho has leading zeros, so it is compared where rho still
+    # shows them.
     if rho < 1 - 1e-6:
         torch.testing.assert_close(rho.logit(), identity, rtol=0, atol=1e-8)
     torch.testing.assert_close(rho, identity.sigmoid(), rtol=1e-12, atol=0)
@@ -85,8 +94,12 @@ def test_contrast_rises_under_strict_separation(row, beta, more):
 def test_derivative_is_the_slope_of_the_contrast(row, beta):
     scores, k = row
     h = 1e-5
-    slope = (contrast(double(scores), k, beta + h) - contrast(double(scores), k, beta - h)) / (2 * h)
-    torch.testing.assert_close(contrast_derivative(double(scores), k, beta), slope, rtol=1e-6, atol=1e-6)
+    slope = (contrast(double(scores), k, beta + h) - contrast(double(scores), k, beta - h)) / (
+        2 * h
+    )
+    torch.testing.assert_close(
+        contrast_derivative(double(scores), k, beta), slope, rtol=1e-6, atol=1e-6
+    )
 
 
 @quick
@@ -111,7 +124,9 @@ def test_twice_the_competitors_halve_the_odds(row, beta):
     scores, k = row
     ordered = double(scores).sort(descending=True).values
     doubled = torch.cat([ordered, ordered[k:]])
-    torch.testing.assert_close(contrast(doubled, k, beta), contrast(ordered, k, beta), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        contrast(doubled, k, beta), contrast(ordered, k, beta), rtol=0, atol=1e-9
+    )
     odds = [top_mass(z, k, beta) / (1 - top_mass(z, k, beta)) for z in (ordered, doubled)]
     if odds[0] < 1e6:
         torch.testing.assert_close(odds[1], odds[0] / 2, rtol=1e-8, atol=0)
@@ -121,7 +136,10 @@ def test_twice_the_competitors_halve_the_odds(row, beta):
 @given(rows(), betas, st.integers(1, 5))
 def test_masked_positions_are_no_keys(row, beta, masked):
     scores, k = row
-    for hidden in (double([-math.inf] * masked + list(scores)), double(list(scores) + [-math.inf] * masked)):
+    for hidden in (
+        double([-math.inf] * masked + list(scores)),
+        double(list(scores) + [-math.inf] * masked),
+    ):
         for measure in (top_mass, contrast, contrast_derivative):
             expected = measure(double(scores), k, beta)
             torch.testing.assert_close(measure(hidden, k, beta), expected, rtol=1e-10, atol=1e-10)
@@ -129,7 +147,9 @@ def test_masked_positions_are_no_keys(row, beta, masked):
 
 def test_rows_left_without_a_rest():
     inf = math.inf
-    scores = torch.tensor([[2.0, 1.0, -inf, -inf], [2.0, -inf, -inf, -inf], [-inf] * 4, [3.0, 2.0, 1.0, 0.0]])
+    scores = torch.tensor(
+        [[2.0, 1.0, -inf, -inf], [2.0, -inf, -inf, -inf], [-inf] * 4, [3.0, 2.0, 1.0, 0.0]]
+    )
     mass = top_mass(scores, 2)
     assert mass[:2].tolist() == [1, 1]
     assert mass[2].isnan()

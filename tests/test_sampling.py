@@ -1,4 +1,5 @@
-"""Sampling from outside: the target's own distribution, whatever drafts; transformers' own filters; seeds."""
+"""Sampling from outside: the target's own distribution, whatever drafts; transformers' own filters;
+seeds."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from transformers import (
 )
 
 from conftest import PROMPT, VOCAB, Tiny, make_drafter
-from sharpdraft.decode.loop import Session
 from sharpdraft.decode.sampling import Sampler, Sampling, TopP, draw
+from sharpdraft.decode.session import Session
 from sharpdraft.drafters.eagle3 import Eagle3
 from sharpdraft.drafters.pard import Pard
 from sharpdraft.errors import SharpDraftError
@@ -43,8 +44,9 @@ DRAFTERS: dict[str, Callable[[Any], Any]] = {
 
 
 def surprise(counts: Counter[Any], expected: dict[Any, float]) -> float:
-    """How many deviations a chi-square statistic lies above what the distribution itself gives. Outcomes expected less
-    than ten times are taken together; one that cannot be is infinitely surprising."""
+    """How many deviations a chi-square statistic lies above what the distribution itself gives.
+    Outcomes expected less than ten times are taken together; one that cannot be is infinitely
+    surprising."""
     total = sum(counts.values())
     if any(expected.get(outcome, 0) == 0 for outcome in counts):
         return math.inf
@@ -60,8 +62,11 @@ def surprise(counts: Counter[Any], expected: dict[Any, float]) -> float:
 # One verification, very often
 
 
-def written_pairs(sampler: Sampler, logits: Tensor, q: Tensor | None, times: int) -> Counter[tuple[int, ...]]:
-    """First two tokens behind a prefix when each of two drafts comes from q, or is token 2 where there is none."""
+def written_pairs(
+    sampler: Sampler, logits: Tensor, q: Tensor | None, times: int
+) -> Counter[tuple[int, ...]]:
+    """First two tokens behind a prefix when each of two drafts comes from q, or is token 2 where
+    there is none."""
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(times):
         sampler.drafted.clear()
@@ -90,7 +95,9 @@ DRAFTED = torch.tensor([0.02, 0.03, 0.93, 0.02])
 
 
 @pytest.mark.parametrize("drafts", ["sampled", "likeliest"])
-def test_two_tokens_have_the_targets_distribution_and_a_bias_of_one_percent_is_seen(drafts: str) -> None:
+def test_two_tokens_have_the_targets_distribution_and_a_bias_of_one_percent_is_seen(
+    drafts: str,
+) -> None:
     first, second = TARGET[0].softmax(-1), TARGET[1].softmax(-1)
     expected = {(i, j): float(first[i] * second[j]) for i in range(4) for j in range(4)}
     # With one draft that is always the same, the second token is rarely drafted.
@@ -104,7 +111,9 @@ def test_two_tokens_have_the_targets_distribution_and_a_bias_of_one_percent_is_s
             coarse[tuple(token == 2 for token in pair)] += count
         due: dict[Any, float] = {}
         for pair, chance in expected.items():
-            due[tuple(token == 2 for token in pair)] = due.get(tuple(token == 2 for token in pair), 0) + chance
+            due[tuple(token == 2 for token in pair)] = (
+                due.get(tuple(token == 2 for token in pair), 0) + chance
+            )
         found.append((surprise(counts, expected), surprise(coarse, due)))
     (fine, coarsely), (_, biased) = found
     assert max(fine, coarsely) < 3 and biased > 5, found
@@ -157,7 +166,9 @@ def test_sessions_write_the_targets_distribution(family: str, drafts: Any, llama
         for two in second.nonzero()[:, 0].tolist():
             expected[one, two] = float(first[one] * second[two])
     assert len(expected) > 8
-    session = Session(llama.target, DRAFTERS[family](llama.target), block=4 if family != "none" else None)
+    session = Session(
+        llama.target, DRAFTERS[family](llama.target), block=4 if family != "none" else None
+    )
     session.read(prompt)
     session.sampler = Sampler(Sampling(1.3, 8, 0.95, repetition_penalty=1.2, seed=5, drafts=drafts))
     counts: Counter[tuple[int, ...]] = Counter()
@@ -178,14 +189,18 @@ def test_sessions_write_the_targets_distribution(family: str, drafts: Any, llama
 def test_a_drafter_that_is_the_target_is_always_right(llama: Tiny) -> None:
     """Its own distribution, sampled as the target's is: the first draft cannot be refused."""
     session = Session(
-        llama.target, Pard(llama.target, VOCAB - 1, llama.target), block=2, sampling=Sampling(1.0, min_p=0.05, seed=2)
+        llama.target,
+        Pard(llama.target, VOCAB - 1, llama.target),
+        block=2,
+        sampling=Sampling(1.0, min_p=0.05, seed=2),
     )
     rounds = [r for r in session.generate(llama.text[:PROMPT], 120) if r.drafted]
     assert sum(r.accepted for r in rounds) >= len(rounds) - 1
 
 
 class Favour(LogitsProcessor):
-    """A processor that looks at the text: the last token may not come again, token 7 comes easily."""
+    """A processor that looks at the text: the last token may not come again, token 7 comes
+    easily."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores = scores.clone()
@@ -195,8 +210,12 @@ class Favour(LogitsProcessor):
 
 
 @pytest.mark.parametrize("family", DRAFTERS)
-@pytest.mark.parametrize("processors", [(), (SuppressTokensLogitsProcessor([3, 12]), Favour())], ids=["", "processors"])
-def test_greedy_with_penalty_and_processors_is_transformers(family: str, processors: Any, llama: Tiny) -> None:
+@pytest.mark.parametrize(
+    "processors", [(), (SuppressTokensLogitsProcessor([3, 12]), Favour())], ids=["", "processors"]
+)
+def test_greedy_with_penalty_and_processors_is_transformers(
+    family: str, processors: Any, llama: Tiny
+) -> None:
     prompt = llama.text[:PROMPT]
     expected = llama.model.generate(
         torch.tensor([prompt]),
@@ -242,7 +261,9 @@ def test_filters_are_transformers(options: dict[str, Any], filters: list[Any]) -
     st.sampled_from([0.0, 0.1, 1.0, 3.0, 30.0]),
     st.integers(0, 99),
 )
-def test_top_p_is_transformers(rows: int, vocab: int, top_p: float, spread: float, seed: int) -> None:
+def test_top_p_is_transformers(
+    rows: int, vocab: int, top_p: float, spread: float, seed: int
+) -> None:
     """Flat or steep, however many tokens it takes; equal logits are one as good as the other."""
     logits = spread * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
     if vocab > 2:
@@ -253,7 +274,8 @@ def test_top_p_is_transformers(rows: int, vocab: int, top_p: float, spread: floa
     assert torch.equal(found[kept], logits[kept])
     for row, own in enumerate(kept.sum(-1).tolist()):
         shares = logits[row].double().softmax(-1).sort(descending=True).values
-        # float32 sums of the whole vocabulary round: one token more or less where they are that close.
+        # float32 sums of the whole vocabulary round: one token more or less where they are that
+        # close.
         least, most = ((shares.cumsum(0) < top_p + slack).sum() + 1 for slack in (-1e-4, 1e-4))
         assert min(int(least), vocab) <= own <= int(most)
         assert set(logits[row, kept[row]].tolist()) == set(logits[row].topk(own).values.tolist())

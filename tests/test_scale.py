@@ -1,4 +1,5 @@
-"""The fixed-slope rule against the paper's check values, and the arithmetic of scaling a Query to the bit."""
+"""The fixed-slope rule against the paper's check values, and the arithmetic of scaling a Query to
+the bit."""
 
 import json
 import math
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpdraft.scale import (
+from sharpdraft.method.scale import (
     REPORTED_SETTINGS,
     Constant,
     FixedSlope,
@@ -46,11 +47,15 @@ def test_scale_is_one_up_to_the_reference_and_not_beyond():
     counts = torch.tensor([0, 1, 31, 32, 33, 1024, 2047, 2048])
     assert (PAPER.gain(counts) == 0).all()
     assert (PAPER.scale(counts) == 1).all()
-    assert PAPER.gain(torch.tensor([2049])).item() == pytest.approx(math.log1p(1 / 2016) / 5, rel=1e-6)
+    assert PAPER.gain(torch.tensor([2049])).item() == pytest.approx(
+        math.log1p(1 / 2016) / 5, rel=1e-6
+    )
 
 
 def test_paper_check_values():
-    assert PAPER.scale(torch.tensor(16_416)).item() == pytest.approx(1 + math.log(16384 / 2016) / 5, rel=1e-6)
+    assert PAPER.scale(torch.tensor(16_416)).item() == pytest.approx(
+        1 + math.log(16384 / 2016) / 5, rel=1e-6
+    )
     assert PAPER.scale(torch.tensor(16_416)).item() == pytest.approx(1.42, abs=0.005)
     below, above, far = PAPER.scale(torch.tensor([51_600, 51_700, 10**9])).tolist()
     assert below < above == far == pytest.approx(math.exp(0.5), rel=1e-6)
@@ -76,7 +81,9 @@ def test_gain_follows_the_formula_and_rises_with_keys(policy, counts):
     assert (gain[counts > policy.reference] > 0).all() or policy.max_scale == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64]
+)
 def test_gain_keeps_shape_for_every_count_dtype(dtype):
     counts = torch.tensor([[[3, 100, 200]]], dtype=dtype)
     policy = FixedSlope(reference=100, top_k=4)
@@ -119,7 +126,9 @@ def test_compiles_to_one_graph_with_the_same_result():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_gain_is_the_identity_to_the_bit(dtype):
     if dtype == torch.float32:
-        patterns = torch.cat([torch.arange(-(2**31), 2**31, 65_521), torch.tensor([-(2**31), 0, 1, 1 - 2**31])])
+        patterns = torch.cat(
+            [torch.arange(-(2**31), 2**31, 65_521), torch.tensor([-(2**31), 0, 1, 1 - 2**31])]
+        )
     else:
         patterns = torch.arange(-(2**15), 2**15)
     query = patterns.to(BITS[dtype]).view(dtype)
@@ -150,7 +159,8 @@ def test_product_in_float32_then_cast_then_added(dtype):
     expected = rounded(q + rounded(product, dtype), dtype)
     np.testing.assert_array_equal(scale_queries(query, gain).float().numpy(), expected)
     if dtype != torch.float32:
-        # The inputs must tell the defined order from its likely mistakes, or this test could not fail.
+        # The inputs must tell the defined order from its likely mistakes, or this test could not
+        # fail.
         low_gain = rounded(gain.numpy(), dtype)[:, None]
         assert (rounded(q + rounded(low_gain * q, dtype), dtype) != expected).any()
         assert (rounded(q + product, dtype) != expected).any()
@@ -262,7 +272,10 @@ def test_settings_as_written():
         ({"kind": ["constant"], "scale": 1.0}, "fixed_slope, constant"),
         ({"kind": "fixed_slope"}, '"reference"'),
         ({"kind": "constant"}, '"scale"'),
-        ({"kind": "constant", "scale": 1.0, "slop": 5}, "unknown constant settings slop: known are scale"),
+        (
+            {"kind": "constant", "scale": 1.0, "slop": 5},
+            "unknown constant settings slop: known are scale",
+        ),
     ],
 )
 def test_settings_refused(given_settings, says):

@@ -1,4 +1,5 @@
-"""The real target and the drafter that comes with it: lossless, above N0 too, and worth its while."""
+"""The real target and the drafter that comes with it: lossless, above N0 too, and worth its
+while."""
 
 from __future__ import annotations
 
@@ -10,18 +11,24 @@ from transformers import AutoModelForCausalLM
 
 from sharpdraft import FixedSlope
 from sharpdraft.decode.batch import Batch
-from sharpdraft.decode.loop import Session, replay
+from sharpdraft.decode.session import Session, replay
 from sharpdraft.drafters import load_drafter
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.lab.tasks import Recording, built_in, recordings
-from sharpdraft.models import DRAFTER_FAMILIES, SMOLLM2, built_in_drafter, load_target, smollm2_dir
-from sharpdraft.target import Target
+from sharpdraft.hub.models import (
+    DRAFTER_FAMILIES,
+    SMOLLM2,
+    built_in_drafter,
+    load_target,
+    smollm2_dir,
+)
+from sharpdraft.model.causal_lm import CausalLM
+from sharpdraft.workloads.tasks import Recording, built_in, recordings
 
 pytestmark = pytest.mark.model
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
+def target() -> CausalLM:
     try:
         return load_target(SMOLLM2, device="cpu")[0]
     except SharpDraftError as error:
@@ -31,7 +38,7 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="module", params=DRAFTER_FAMILIES)
-def session(request: pytest.FixtureRequest, target: Target) -> Session:
+def session(request: pytest.FixtureRequest, target: CausalLM) -> Session:
     directory = built_in_drafter(SMOLLM2, request.param)
     assert directory is not None
     return Session(target, load_drafter(directory, target))
@@ -67,7 +74,9 @@ def answer(session: Session, prompt: list[int], tokens: int, **how: Any) -> list
     return session.tokens[len(prompt) :]
 
 
-def test_every_arm_writes_what_transformers_writes(session: Session, written: tuple[list[int], list[int]]) -> None:
+def test_every_arm_writes_what_transformers_writes(
+    session: Session, written: tuple[list[int], list[int]]
+) -> None:
     prompt, tokens = written
     policy = FixedSlope(512)
     assert answer(session, prompt, len(tokens), drafting=False) == tokens
@@ -77,7 +86,10 @@ def test_every_arm_writes_what_transformers_writes(session: Session, written: tu
 
 def test_a_batch_writes_what_each_writes_alone(session: Session, recording: Recording) -> None:
     batch = Batch(session.target, session.drafter, FixedSlope(100))
-    prompts = [list(recording.tokens[start : start + length]) for start, length in ((0, 300), (40, 30), (200, 150))]
+    prompts = [
+        list(recording.tokens[start : start + length])
+        for start, length in ((0, 300), (40, 30), (200, 150))
+    ]
     requests = [batch.add(prompt, 24) for prompt in prompts]
     while batch.step():
         pass
@@ -85,7 +97,9 @@ def test_a_batch_writes_what_each_writes_alone(session: Session, recording: Reco
         assert request.tokens == answer(session, prompt, 24, drafting=False)
 
 
-def test_drafts_are_accepted_within_the_training_length(session: Session, recording: Recording) -> None:
+def test_drafts_are_accepted_within_the_training_length(
+    session: Session, recording: Recording
+) -> None:
     lengths = []
     for turn in recording.turns:
         if turn.end > 512:

@@ -1,4 +1,5 @@
-"""Distilling from outside: the text is the target's, the trained drafter is the one that is run, runs go on."""
+"""Distilling from outside: the text is the target's, the trained drafter is the one that is run,
+runs go on."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from conftest import BLOCK, PROMPT, VOCAB, Tiny, full_disk, make_model, propose
-from sharpdraft.decode.loop import Session
+from sharpdraft.decode.session import Session
 from sharpdraft.drafters.dflash import DFlash
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.target import Target
+from sharpdraft.model.causal_lm import CausalLM
 from sharpdraft.train import dflash as training
 from sharpdraft.train.corpus import Corpus, draw_anchors, labels_behind, states_before
 from sharpdraft.train.dflash import Recipe, TrainableDFlash, Trainer, block_mask
@@ -51,15 +52,20 @@ RECIPE = Recipe(
 
 
 def test_held_out_values_never_occur_in_training() -> None:
-    """Each turn is taken apart again with its template; a slot's value must be of the right half of the list."""
-    data = json.loads(resources.files("sharpdraft.train").joinpath("prompts.json").read_text(encoding="utf-8"))
+    """Each turn is taken apart again with its template; a slot's value must be of the right half of
+    the list."""
+    data = json.loads(
+        resources.files("sharpdraft.train").joinpath("prompts.json").read_text(encoding="utf-8")
+    )
     held = {slot: set(values[::7]) for slot, values in data["slots"].items()}
     patterns = []
     for turn in {turn for session in data["sessions"] for turn in session}:
         parts = re.split(r"\{(\w+)\}", turn)
         slots = parts[1::2]
         texts = [re.escape(text) for text in parts[::2]]
-        values = ["(" + "|".join(map(re.escape, data["slots"][slot])) + ")" for slot in slots] + [""]
+        values = ["(" + "|".join(map(re.escape, data["slots"][slot])) + ")" for slot in slots] + [
+            ""
+        ]
         pattern = "".join(text + value for text, value in zip(texts, values, strict=True))
         patterns.append((re.compile(pattern), slots))
     seen: dict[bool, set[tuple[str, str]]] = {True: set(), False: set()}
@@ -67,7 +73,11 @@ def test_held_out_values_never_occur_in_training() -> None:
         for seed in range(3):
             for session in islice(sessions(seed, held_out=held_out), 60):
                 for turn in session:
-                    found = [(slots, match.groups()) for p, slots in patterns if (match := p.fullmatch(turn))]
+                    found = [
+                        (slots, match.groups())
+                        for p, slots in patterns
+                        if (match := p.fullmatch(turn))
+                    ]
                     assert found, turn
                     for slots, values in found:
                         for slot, value in zip(slots, values, strict=True):
@@ -79,22 +89,30 @@ def test_held_out_values_never_occur_in_training() -> None:
 def test_sessions_repeat_with_their_seed_and_keep_their_name() -> None:
     first, again, other = (list(islice(sessions(seed), 20)) for seed in (4, 4, 5))
     assert first == again != other
-    names = json.loads(resources.files("sharpdraft.train").joinpath("prompts.json").read_text())["slots"]["name"]
+    names = json.loads(resources.files("sharpdraft.train").joinpath("prompts.json").read_text())[
+        "slots"
+    ]["name"]
     for session in first:
-        assert len({name for turn in session for name in names if re.search(rf"\b{name}\b", turn)}) <= 1
+        assert (
+            len({name for turn in session for name in names if re.search(rf"\b{name}\b", turn)})
+            <= 1
+        )
 
 
 # Text
 
 
-def turns_for(target: Target, count: int) -> list[list[list[int]]]:
+def turns_for(target: CausalLM, count: int) -> list[list[list[int]]]:
     rng = torch.Generator().manual_seed(2)
     lengths = torch.randint(1, 7, (count, 3), generator=rng).tolist()
-    return [[torch.randint(13, VOCAB, (n,), generator=rng).tolist() for n in row] for row in lengths]
+    return [
+        [torch.randint(13, VOCAB, (n,), generator=rng).tolist() for n in row] for row in lengths
+    ]
 
 
 def end_of(tiny: Tiny) -> int:
-    """What is taken for the end of a turn: a token that the target does write, but not all the time."""
+    """What is taken for the end of a turn: a token that the target does write, but not all the
+    time."""
     return Counter(tiny.text[PROMPT:]).most_common(2)[1][0]
 
 
@@ -103,16 +121,21 @@ def wave_of(tiny: Tiny, count: int = 4, length: int = 90, **options: Any) -> dic
 
 
 @torch.inference_mode()
-def choices(target: Target, tokens: Tensor) -> list[int]:
+def choices(target: CausalLM, tokens: Tensor) -> list[int]:
     """The target's greedy token behind every prefix of a session, read in one piece."""
     logits, _, _ = target.forward(tokens[None].long(), target.new_cache(len(tokens)))
     return logits[0].argmax(-1).tolist()
 
 
-def check_wave(tiny: Tiny, turns: Sequence[list[list[int]]], wave: dict[str, Tensor], limit: int) -> int:
-    """Follow every session: forced prompt, greedy answer, end of turn, next prompt. Returns answers that ended."""
+def check_wave(
+    tiny: Tiny, turns: Sequence[list[list[int]]], wave: dict[str, Tensor], limit: int
+) -> int:
+    """Follow every session: forced prompt, greedy answer, end of turn, next prompt. Returns answers
+    that ended."""
     ended, end = 0, end_of(tiny)
-    for session, tokens, written in zip(turns, wave["tokens"], wave["written"].tolist(), strict=True):
+    for session, tokens, written in zip(
+        turns, wave["tokens"], wave["written"].tolist(), strict=True
+    ):
         greedy, text = choices(tiny.target, tokens), tokens.tolist()
         at, turn = 0, 0
         while at < len(text):
@@ -155,7 +178,8 @@ def test_wave_is_the_targets_greedy_text(tiny: Tiny, monkeypatch: pytest.MonkeyP
 
 
 def test_answers_end_when_they_loop(tiny: Tiny) -> None:
-    """Random targets soon repeat themselves; what comes for the third time is the end of the answer."""
+    """Random targets soon repeat themselves; what comes for the third time is the end of the
+    answer."""
     wave = wave_of(tiny, length=200)
     looped = 0
     for tokens, written in zip(wave["tokens"].tolist(), wave["written"].tolist(), strict=True):
@@ -163,7 +187,12 @@ def test_answers_end_when_they_loop(tiny: Tiny) -> None:
         for i, (token, own) in enumerate(zip(tokens, written, strict=True)):
             answer = [*answer, token] if own else []
             seen = [answer[k : k + 8] for k in range(len(answer) - 7)]
-            if answer and len(answer) >= 24 and seen.count(answer[-8:]) >= 3 and i + 1 < len(tokens):
+            if (
+                answer
+                and len(answer) >= 24
+                and seen.count(answer[-8:]) >= 3
+                and i + 1 < len(tokens)
+            ):
                 assert not written[i + 1]
                 looped += 1
     assert looped > 0
@@ -192,7 +221,9 @@ def test_wave_is_saved_whole(llama: Tiny, tmp_path: Path) -> None:
     assert len(corpus) == 8
     assert torch.equal(corpus.tokens, wave["tokens"].long().repeat(2, 1))
     assert torch.equal(corpus.features([6, 1], (0, 1, 3)), wave["features"][[2, 1], :, :96])
-    assert torch.equal(corpus.features([6], (3, 0)), wave["features"][[2]][..., [*range(64, 96), *range(32)]])
+    assert torch.equal(
+        corpus.features([6], (3, 0)), wave["features"][[2]][..., [*range(64, 96), *range(32)]]
+    )
     assert torch.equal(corpus.final([6, 1]), wave["features"][[2, 1], :, 96:])
 
 
@@ -215,14 +246,17 @@ def test_block_mask(anchors: list[int], block: int) -> None:
 
 @pytest.fixture(scope="module")
 def corpora(llama: Tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Corpus, Corpus]:
-    """Text to train on and to hold out, of the same kind: greedy answers to random prompts, some of them short."""
+    """Text to train on and to hold out, of the same kind: greedy answers to random prompts, some of
+    them short."""
     folder = tmp_path_factory.mktemp("text")
     rng = torch.Generator().manual_seed(5)
     for name, count in (("train", 24), ("held", 8)):
         turns = [[torch.randint(0, VOCAB, (4,), generator=rng).tolist()] * 2 for _ in range(count)]
         wave = write_wave(llama.target, turns, 64, end_of(llama), taps=RECIPE.taps)
         save_wave(wave, folder / f"{name}.safetensors")
-    return Corpus([folder / "train.safetensors"], RECIPE.taps), Corpus([folder / "held.safetensors"], RECIPE.taps)
+    return Corpus([folder / "train.safetensors"], RECIPE.taps), Corpus(
+        [folder / "held.safetensors"], RECIPE.taps
+    )
 
 
 def test_drawn_chains_are_the_targets_own_text(llama: Tiny, corpora: tuple[Corpus, Corpus]) -> None:
@@ -250,13 +284,17 @@ def test_drawn_chains_are_the_targets_own_text(llama: Tiny, corpora: tuple[Corpu
     assert checked > 100 and not bool(valid.all())
 
 
-def test_every_token_that_the_target_chose_can_be_drafted_first(corpora: tuple[Corpus, Corpus]) -> None:
+def test_every_token_that_the_target_chose_can_be_drafted_first(
+    corpora: tuple[Corpus, Corpus],
+) -> None:
     """Among them the first of an answer, whose anchor is the prompt's last token."""
     written = corpora[0].written
     anchors, usable = draw_anchors(written, 60, BLOCK, torch.Generator().manual_seed(0))
     for row in range(24):
         own = written[row].tolist()
-        assert sorted(anchors[row][usable[row]].tolist()) == [at for at in range(8, 64 - BLOCK) if own[at + 1]]
+        assert sorted(anchors[row][usable[row]].tolist()) == [
+            at for at in range(8, 64 - BLOCK) if own[at + 1]
+        ]
     assert not bool(written[:, 8:50].all())
 
 
@@ -264,7 +302,10 @@ def test_head_loss_is_the_cross_entropy_and_its_gradient() -> None:
     torch.manual_seed(0)
     rows, size, vocab = 37, 16, 50
     hidden = torch.randn(rows, size, dtype=torch.float64, requires_grad=True)
-    final, head = torch.randn(rows, size, dtype=torch.float64), torch.randn(vocab, size, dtype=torch.float64)
+    final, head = (
+        torch.randn(rows, size, dtype=torch.float64),
+        torch.randn(vocab, size, dtype=torch.float64),
+    )
     labels, weight = torch.randint(vocab, (rows,)), torch.rand(rows)
     for hard in (0.0, 0.3, 1.0):
         aim = (1 - hard) * (final @ head.T).softmax(-1) + hard * F.one_hot(labels, vocab)
@@ -282,7 +323,8 @@ def test_head_loss_is_the_cross_entropy_and_its_gradient() -> None:
 def test_exported_drafter_computes_what_was_trained(
     llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hidden states of many blocks trained at once, against each block drafted alone from the exported checkpoint."""
+    """Hidden states of many blocks trained at once, against each block drafted alone from the
+    exported checkpoint."""
     trainer = Trainer(llama.target, RECIPE, *corpora, tmp_path / "run")
     module = trainer.module
     torch.manual_seed(0)
@@ -315,7 +357,9 @@ def test_exported_drafter_computes_what_was_trained(
     ids = torch.full((1, len(anchors), BLOCK), 3)
     ids[0, :, 0] = torch.tensor([text[at] for at in anchors])
     with torch.no_grad():
-        hidden = module(torch.cat(tapped, -1), F.embedding(ids, llama.target.embedding), torch.tensor([anchors]))
+        hidden = module(
+            torch.cat(tapped, -1), F.embedding(ids, llama.target.embedding), torch.tensor([anchors])
+        )
     states: list[Tensor] = []
     head = llama.target.head
     drafted = []
@@ -339,16 +383,29 @@ def test_going_on_from_a_drafter_starts_where_it_ended(
         first.train_step()
     first.export(tmp_path / "drafter")
     recipe = Recipe.of(tmp_path / "drafter")
-    assert (recipe.block, recipe.layers, recipe.taps, recipe.mask_token) == (BLOCK, RECIPE.layers, RECIPE.taps, 3)
-    second = Trainer(llama.target, recipe, corpora[1], corpora[1], tmp_path / "second", tmp_path / "drafter")
-    assert not torch.equal(second.module.scale, first.module.scale), "features are scaled by the new text"
+    assert (recipe.block, recipe.layers, recipe.taps, recipe.mask_token) == (
+        BLOCK,
+        RECIPE.layers,
+        RECIPE.taps,
+        3,
+    )
+    second = Trainer(
+        llama.target, recipe, corpora[1], corpora[1], tmp_path / "second", tmp_path / "drafter"
+    )
+    assert not torch.equal(second.module.scale, first.module.scale), (
+        "features are scaled by the new text"
+    )
     second.export(tmp_path / "again")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("drafter", "again"))
+    before, after = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("drafter", "again")
+    )
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         torch.testing.assert_close(after[name], tensor, rtol=1e-2, atol=0)
     config = tmp_path / "drafter" / "config.json"
-    config.write_text(config.read_text().replace('"num_target_layers": 4', '"num_target_layers": 36'))
+    config.write_text(
+        config.read_text().replace('"num_target_layers": 4', '"num_target_layers": 36')
+    )
     with pytest.raises(SharpDraftError, match="another target"):
         Trainer(llama.target, recipe, *corpora, tmp_path / "third", tmp_path / "drafter")
     config.write_text('{"architectures": ["DFlashDraftModel"]}')
@@ -402,7 +459,9 @@ def test_broken_off_run_goes_on_as_if_it_had_not_been(
     seen.clear()
     second.run(seen.append, every=4)
     losses = {row["step"]: (row["loss"], row["mal"]) for row in rows}
-    assert {row["step"]: (row["loss"], row["mal"]) for row in seen} == {k: v for k, v in losses.items() if k > 4}
+    assert {row["step"]: (row["loss"], row["mal"]) for row in seen} == {
+        k: v for k, v in losses.items() if k > 4
+    }
     assert len({loss for loss, _ in losses.values()}) == RECIPE.steps
     for name, tensor in whole.module.state_dict().items():
         assert torch.equal(tensor, second.module.state_dict()[name]), name
@@ -438,7 +497,9 @@ def test_interrupt_ends_the_run_after_the_step_under_way(
     assert Trainer(llama.target, replace(RECIPE, steps=50), *corpora, tmp_path).resume()
 
 
-def test_full_disk_keeps_what_was_saved(llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path) -> None:
+def test_full_disk_keeps_what_was_saved(
+    llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path
+) -> None:
     trainer = Trainer(llama.target, RECIPE, *corpora, tmp_path)
     trainer.train_step()
     trainer.save()
@@ -458,18 +519,27 @@ def test_text_of_two_lengths_is_refused(llama: Tiny, tmp_path: Path) -> None:
         Corpus([tmp_path / "10.safetensors", tmp_path / "12.safetensors"], (0, 1, 3))
 
 
-def test_recipe_says_all_about_a_run(llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path) -> None:
-    """The same seed trains the same drafter, whatever else drew random numbers before; another seed another."""
+def test_recipe_says_all_about_a_run(
+    llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path
+) -> None:
+    """The same seed trains the same drafter, whatever else drew random numbers before; another seed
+    another."""
     rows = []
     for number, seed in enumerate((0, 0, 1)):
         torch.manual_seed(40 + number)
-        trainer = Trainer(llama.target, replace(RECIPE, seed=seed), *corpora, tmp_path / str(number))
+        trainer = Trainer(
+            llama.target, replace(RECIPE, seed=seed), *corpora, tmp_path / str(number)
+        )
         rows.append([trainer.train_step() for _ in range(2)])
     assert rows[0] == rows[1] != rows[2]
 
 
-def test_rate_warms_up_and_falls(llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path) -> None:
-    trainer = Trainer(llama.target, replace(RECIPE, steps=100, warmup=10, rate=1.0), *corpora, tmp_path)
+def test_rate_warms_up_and_falls(
+    llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path
+) -> None:
+    trainer = Trainer(
+        llama.target, replace(RECIPE, steps=100, warmup=10, rate=1.0), *corpora, tmp_path
+    )
     rates = []
     for trainer.step in range(101):
         rates.append(trainer.rate())
@@ -479,7 +549,9 @@ def test_rate_warms_up_and_falls(llama: Tiny, corpora: tuple[Corpus, Corpus], tm
     assert rates[-1] == pytest.approx(0.02)
 
 
-def test_text_with_every_token_of_the_vocabulary(llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path) -> None:
+def test_text_with_every_token_of_the_vocabulary(
+    llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path
+) -> None:
     train, held = corpora
     full = Corpus.__new__(Corpus)
     full.__dict__.update(train.__dict__)
@@ -493,7 +565,8 @@ def test_text_with_every_token_of_the_vocabulary(llama: Tiny, corpora: tuple[Cor
 
 
 def test_training_learns(tmp_path: Path) -> None:
-    """A target that looks at the last token only: what it says next can be learnt from little text."""
+    """A target that looks at the last token only: what it says next can be learnt from little
+    text."""
     model = make_model("llama")
     with torch.no_grad():
         model.lm_head.weight[24:] *= 0.1
@@ -501,14 +574,19 @@ def test_training_learns(tmp_path: Path) -> None:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-    target = Target(model)
+    target = CausalLM(model)
     rng = torch.Generator().manual_seed(5)
     corpora = []
     for name, count in (("train", 24), ("held", 8)):
         turns = [torch.randint(0, VOCAB, (40, 1), generator=rng).tolist() for _ in range(count)]
-        save_wave(write_wave(target, turns, 96, VOCAB - 1, taps=RECIPE.taps), tmp_path / f"{name}.safetensors")
+        save_wave(
+            write_wave(target, turns, 96, VOCAB - 1, taps=RECIPE.taps),
+            tmp_path / f"{name}.safetensors",
+        )
         corpora.append(Corpus([tmp_path / f"{name}.safetensors"], RECIPE.taps))
-    trainer = Trainer(target, replace(RECIPE, steps=40, sequences=4, anchors=24, rate=6e-3), *corpora, tmp_path)
+    trainer = Trainer(
+        target, replace(RECIPE, steps=40, sequences=4, anchors=24, rate=6e-3), *corpora, tmp_path
+    )
     before = trainer.evaluate()["held_mal"]
     trainer.run(every=40)
     (row,) = log_of(tmp_path)

@@ -1,4 +1,5 @@
-"""EAGLE 3.1 and PARD drafters as trained: the exported checkpoint drafts what training computed, and both learn."""
+"""EAGLE 3.1 and PARD drafters as trained: the exported checkpoint drafts what training computed,
+and both learn."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from conftest import VOCAB, Checkpoints, Run, Tiny, check_one_line, make_model, propose
-from sharpdraft.decode.loop import Session
+from sharpdraft.decode.session import Session
 from sharpdraft.drafters import load_drafter
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.target import Target
+from sharpdraft.model.causal_lm import CausalLM
 from sharpdraft.train import eagle3, pard, pipeline
 from sharpdraft.train.corpus import Corpus
 from sharpdraft.train.sessions import save_wave, write_wave
@@ -35,12 +36,16 @@ RECIPES: dict[str, Recipe] = {
 FAMILIES: dict[str, Any] = {"eagle3": eagle3.Trainer, "pard": pard.Trainer}
 
 
-def corpora_of(target: Target, folder: Path, prompts: int, length: int) -> tuple[Corpus, Corpus]:
+def corpora_of(target: CausalLM, folder: Path, prompts: int, length: int) -> tuple[Corpus, Corpus]:
     rng = torch.Generator().manual_seed(5)
     found = []
     for name, count in (("train", 24), ("held", 8)):
-        turns = [torch.randint(0, VOCAB, (prompts, 2), generator=rng).tolist() for _ in range(count)]
-        save_wave(write_wave(target, turns, length, VOCAB - 1, taps=TAPS), folder / f"{name}.safetensors")
+        turns = [
+            torch.randint(0, VOCAB, (prompts, 2), generator=rng).tolist() for _ in range(count)
+        ]
+        save_wave(
+            write_wave(target, turns, length, VOCAB - 1, taps=TAPS), folder / f"{name}.safetensors"
+        )
         found.append(Corpus([folder / f"{name}.safetensors"], TAPS))
     return found[0], found[1]
 
@@ -70,14 +75,20 @@ def proposals(llama: Tiny, drafter: Any, count: int) -> Iterator[tuple[int, list
         yield at, propose(drafter, session.drafts, llama.text[at], count).tolist()
 
 
-def test_exported_eagle3_drafts_what_was_trained(llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path) -> None:
+def test_exported_eagle3_drafts_what_was_trained(
+    llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path
+) -> None:
     trainer = eagle3.Trainer(llama.target, RECIPES["eagle3"], *corpora, tmp_path)  # type: ignore[arg-type]
     shaken(trainer)
     trainer.export(tmp_path / "drafter")
-    trainer.module.load(load_file(tmp_path / "drafter" / "model.safetensors"))  # as rounded to bfloat16
+    trainer.module.load(
+        load_file(tmp_path / "drafter" / "model.safetensors")
+    )  # as rounded to bfloat16
     drafter = load_drafter(tmp_path / "drafter", llama.target)
     assert drafter.taps == TAPS
-    _, tapped, _ = llama.target.forward(torch.tensor([llama.text[:60]]), llama.target.new_cache(60), TAPS)
+    _, tapped, _ = llama.target.forward(
+        torch.tensor([llama.text[:60]]), llama.target.new_cache(60), TAPS
+    )
     head = llama.target.head.weight[trainer.module.drafted]
     different = set()
     for at, drafts in proposals(llama, drafter, 4):
@@ -86,24 +97,35 @@ def test_exported_eagle3_drafts_what_was_trained(llama: Tiny, corpora: tuple[Cor
         taps = torch.stack(tapped, dim=2)[:, : text.shape[1]]
         taps = F.pad(taps, (0, 0, 0, 0, 0, text.shape[1] - taps.shape[1]), value=7.0)
         with torch.no_grad():
-            hidden = trainer.module(taps, F.embedding(text, llama.target.embedding), torch.tensor([[at]]), 4)
+            hidden = trainer.module(
+                taps, F.embedding(text, llama.target.embedding), torch.tensor([[at]]), 4
+            )
         choice = trainer.module.drafted[(hidden[0, 0] @ head.T).argmax(-1)]
         assert choice.tolist() == drafts
         different |= set(drafts)
     assert len(different) > 4, "drafts that hardly differ would show nothing"
 
 
-def test_exported_pard_drafts_what_was_trained(llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path) -> None:
+def test_exported_pard_drafts_what_was_trained(
+    llama: Tiny, corpora: tuple[Corpus, Corpus], tmp_path: Path
+) -> None:
     trainer = pard.Trainer(llama.target, RECIPES["pard"], *corpora, tmp_path)  # type: ignore[arg-type]
     shaken(trainer)
     trainer.export(tmp_path / "drafter")
-    weights = {name: t.float() for name, t in load_file(tmp_path / "drafter" / "model.safetensors").items()}
+    weights = {
+        name: t.float() for name, t in load_file(tmp_path / "drafter" / "model.safetensors").items()
+    }
     trainer.model.load_state_dict(weights, strict=False)
     drafter = load_drafter(tmp_path / "drafter", llama.target)
-    assert (drafter.block_size, json.loads((tmp_path / "drafter/config.json").read_text())["pard_token"]) == (5, 3)
+    assert (
+        drafter.block_size,
+        json.loads((tmp_path / "drafter/config.json").read_text())["pard_token"],
+    ) == (5, 3)
     of, depths = pard.mask_rows(len(ANCHORS), 4, 1.0)
     with torch.no_grad():
-        hidden = trainer._forward(torch.tensor([llama.text[:60]]), torch.tensor([ANCHORS]), of, depths)
+        hidden = trainer._forward(
+            torch.tensor([llama.text[:60]]), torch.tensor([ANCHORS]), of, depths
+        )
     different = set()
     for at, drafts in proposals(llama, drafter, 4):
         rows = [at, *(60 + i for i in range(len(of)) if ANCHORS[of[i]] == at)]
@@ -154,7 +176,8 @@ def test_chains_are_judged_by_the_targets_next_tokens(
 
 @pytest.mark.parametrize("family", RECIPES)
 def test_a_run_learns_and_goes_on(family: str, tmp_path: Path) -> None:
-    """A target that looks at the last token only: what it says next can be learnt from little text."""
+    """A target that looks at the last token only: what it says next can be learnt from little
+    text."""
     model = make_model("llama")
     with torch.no_grad():
         model.lm_head.weight[24:] *= 0.1
@@ -162,7 +185,7 @@ def test_a_run_learns_and_goes_on(family: str, tmp_path: Path) -> None:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-    target = Target(model)
+    target = CausalLM(model)
     corpora = corpora_of(target, tmp_path, 40, 96)
     recipe = replace(RECIPES[family], steps=60, anchors=24, rate=6e-3)  # type: ignore[call-arg]
     trainer = FAMILIES[family](target, recipe, *corpora, tmp_path / "run")
@@ -180,7 +203,11 @@ def test_a_run_learns_and_goes_on(family: str, tmp_path: Path) -> None:
     # Going on from the drafter starts where it ended.
     further = type(recipe).of(tmp_path / "drafter")
     more = FAMILIES[family](
-        target, replace(further, chain=4, anchors=24), *corpora, tmp_path / "more", tmp_path / "drafter"
+        target,
+        replace(further, chain=4, anchors=24),
+        *corpora,
+        tmp_path / "more",
+        tmp_path / "drafter",
     )
     assert more.evaluate()["held_mal"] == pytest.approx(again.evaluate()["held_mal"], abs=0.1)
     config = tmp_path / "drafter" / "config.json"
@@ -192,7 +219,9 @@ def test_a_run_learns_and_goes_on(family: str, tmp_path: Path) -> None:
         type(recipe).of(tmp_path / "drafter")
 
 
-def test_eagle3_drafts_the_tokens_that_the_target_writes_most(corpora: tuple[Corpus, Corpus]) -> None:
+def test_eagle3_drafts_the_tokens_that_the_target_writes_most(
+    corpora: tuple[Corpus, Corpus],
+) -> None:
     corpus, _ = corpora
     kept = eagle3.frequent_tokens(corpus, 10, VOCAB).tolist()
     often = [0] * VOCAB
@@ -200,19 +229,26 @@ def test_eagle3_drafts_the_tokens_that_the_target_writes_most(corpora: tuple[Cor
         for token, chosen in zip(text, own, strict=True):
             often[token] += chosen
     assert kept == sorted(kept) and len(set(kept)) == 10
-    assert min(often[token] for token in kept) >= max(often[t] for t in range(VOCAB) if t not in kept)
+    assert min(often[token] for token in kept) >= max(
+        often[t] for t in range(VOCAB) if t not in kept
+    )
 
 
 def test_eagle3_drafts_no_token_for_a_chance_occurrence() -> None:
-    """Twice is chance: then what the tokenizer numbers first is the likelier, read by the user or written."""
+    """Twice is chance: then what the tokenizer numbers first is the likelier, read by the user or
+    written."""
     tokens = torch.tensor([[7] * 5 + [3] * 4 + [9] * 2 + [11] + [8] * 6])
     corpus = SimpleNamespace(tokens=tokens, written=tokens != 8)
     assert eagle3.frequent_tokens(cast(Any, corpus), 4, VOCAB).tolist() == [0, 1, 3, 7]
 
 
-def test_families_share_text(run: Run, saved: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_share_text(
+    run: Run, saved: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for family, recipe in RECIPES.items():
-        monkeypatch.setitem(pipeline.RECIPES, family, replace(recipe, steps=3, sequences=2, anchors=8))  # type: ignore[call-arg]
+        monkeypatch.setitem(
+            pipeline.RECIPES, family, replace(recipe, steps=3, sequences=2, anchors=8)
+        )  # type: ignore[call-arg]
     options = ("--target", saved.target, "--tokens", 256, "--context", 128, "--batch", 2)
     text = tmp_path / "eagle3" / "text"
     for family in RECIPES:
@@ -220,24 +256,40 @@ def test_families_share_text(run: Run, saved: Checkpoints, tmp_path: Path, monke
         result = run("train", family, *options, "--out", out, "--text", text)
         assert (result.code, result.out) == (0, f"{out / 'drafter'}\n"), result.err
         said = run(
-            "generate", "w9", "--target", saved.target, "--drafter", out / "drafter", "--json", "--reference", 40
+            "generate",
+            "w9",
+            "--target",
+            saved.target,
+            "--drafter",
+            out / "drafter",
+            "--json",
+            "--reference",
+            40,
         )
         assert said.code == 0, said.err
         assert json.loads(said.out)["mal"] >= 1
-    assert sorted(p.name for p in text.iterdir()) == ["about.json", "held-000.safetensors", "wave-000.safetensors"]
+    assert sorted(p.name for p in text.iterdir()) == [
+        "about.json",
+        "held-000.safetensors",
+        "wave-000.safetensors",
+    ]
     other = replace(RECIPES["eagle3"], taps=(0, 2, 3))  # type: ignore[call-arg]
     monkeypatch.setitem(pipeline.RECIPES, "eagle3", other)
     result = run("train", "eagle3", *options, "--out", tmp_path / "other", "--text", text)
     check_one_line(result, "layers [0, 1, 3]", "not of [2]")
     (text / "about.json").write_text("[]")
-    check_one_line(run("train", "pard", *options, "--out", tmp_path / "pard", "--text", text), "is broken")
+    check_one_line(
+        run("train", "pard", *options, "--out", tmp_path / "pard", "--text", text), "is broken"
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_cut_of_all_layers_is_the_target(family: str) -> None:
-    target = Target(make_model(family))
+    target = CausalLM(make_model(family))
     tokens = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(1))
     logits, _, _ = target.forward(tokens, target.new_cache(20, batch=2))
     with torch.no_grad():
-        torch.testing.assert_close(pard.cut(target, range(4))(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            pard.cut(target, range(4))(tokens).logits, logits, rtol=1e-4, atol=1e-4
+        )
         assert not torch.allclose(pard.cut(target, (0, 2, 1, 3))(tokens).logits, logits, atol=1e-2)

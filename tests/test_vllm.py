@@ -1,7 +1,9 @@
-"""vLLM itself with the plugin, on a tiny target and drafter: tokens, rounds and counters, against our own loop.
+"""vLLM itself with the plugin, on a tiny target and drafter: tokens, rounds and counters, against
+our own loop.
 
-Needs vLLM in this environment (`make test-vllm` makes one); each engine takes some seconds to start. The drafter is
-random, and the policy as steep as it can be, so that a count that is off by one shows in what is drafted.
+Needs vLLM in this environment (`make test-vllm` makes one); each engine takes some seconds to
+start. The drafter is random, and the policy as steep as it can be, so that a count that is off by
+one shows in what is drafted.
 """
 
 from __future__ import annotations
@@ -26,18 +28,20 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import drafter_config, drafter_tensors, make_model
-from sharpdraft.decode.loop import Session
+from sharpdraft.decode.session import Session
 from sharpdraft.drafters import load_drafter
 from sharpdraft.drafters.dflash import save
-from sharpdraft.lab.vllm_arm import Engine
-from sharpdraft.scale import FixedSlope, Policy, policy_to_settings
-from sharpdraft.settings import FROZEN
-from sharpdraft.target import Target
+from sharpdraft.lab.backends.vllm import Engine
+from sharpdraft.method.scale import FixedSlope, Policy, policy_to_settings
+from sharpdraft.method.settings import FROZEN
+from sharpdraft.model.causal_lm import CausalLM
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here"
+    ),
 ]
 
 POSITIONS, VOCAB, DRAFTS, NEW = 1024, 192, 5, 60
@@ -63,7 +67,12 @@ class Models:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("models")
-    sizes = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    sizes = {
+        "hidden_size": 96,
+        "intermediate_size": 96,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+    }
     longer = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "initializer_range": 0.3}
     model = make_model("llama", head_dim=32, **sizes, **longer)
     model.save_pretrained(folder / "target")
@@ -75,8 +84,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         **sizes,
     )
     tensors = drafter_tensors(config)
-    # vLLM 0.32 on CPU norms every layer's context Keys with the first layer's weights; with one weight for all, what
-    # it computes is what the drafter is. The log's warning, looked for below, says when that is no longer needed.
+    # vLLM 0.32 on CPU norms every layer's context Keys with the first layer's weights; with one
+    # weight for all, what it computes is what the drafter is. The log's warning, looked for below,
+    # says when that is no longer needed.
     for name in tensors:
         if name.endswith("k_norm.weight"):
             tensors[name] = tensors["layers.0.self_attn.k_norm.weight"]
@@ -117,21 +127,30 @@ def asked(policy: Policy | None) -> object:
 
 
 def ours(
-    models: Models, prompts: Sequence[Sequence[int]], policy: Policy | None, drafter: Path | None = None
+    models: Models,
+    prompts: Sequence[Sequence[int]],
+    policy: Policy | None,
+    drafter: Path | None = None,
 ) -> list[list[tuple[int, int, int]]]:
     """Rounds of our own loop."""
-    target = Target(models.model)
-    session = Session(target, load_drafter(drafter or models.drafter, target), policy, block=DRAFTS + 1)
+    target = CausalLM(models.model)
+    session = Session(
+        target, load_drafter(drafter or models.drafter, target), policy, block=DRAFTS + 1
+    )
     found = []
     for prompt in prompts:
         session.rewind(0)
-        found.append([(r.context, r.drafted, r.accepted) for r in session.generate(prompt, NEW)][1:])
+        found.append(
+            [(r.context, r.drafted, r.accepted) for r in session.generate(prompt, NEW)][1:]
+        )
     return found
 
 
-def different_rounds(theirs: Sequence[Sequence[Sequence[int]]], own: Sequence[Sequence[tuple[int, int, int]]]) -> int:
-    """Rounds that differ, of those in which we draft a whole block: at the end of an answer vLLM drafts on, while we
-    draft what is still wanted."""
+def different_rounds(
+    theirs: Sequence[Sequence[Sequence[int]]], own: Sequence[Sequence[tuple[int, int, int]]]
+) -> int:
+    """Rounds that differ, of those in which we draft a whole block: at the end of an answer vLLM
+    drafts on, while we draft what is still wanted."""
     differ = total = 0
     for engine, loop in zip(theirs, own, strict=True):
         whole = [r for r in loop if r[1] == DRAFTS]
@@ -141,9 +160,15 @@ def different_rounds(theirs: Sequence[Sequence[Sequence[int]]], own: Sequence[Se
     return differ
 
 
-@pytest.mark.parametrize("policy", [None, STEEP, FixedSlope(64, top_k=8)], ids=["frozen", "steep", "sharpdraft"])
+@pytest.mark.parametrize(
+    "policy", [None, STEEP, FixedSlope(64, top_k=8)], ids=["frozen", "steep", "sharpdraft"]
+)
 def test_tokens_are_the_targets_and_rounds_are_our_loops(
-    start: Start, ar: dict[str, Any], models: Models, prompts: list[list[int]], policy: Policy | None
+    start: Start,
+    ar: dict[str, Any],
+    models: Models,
+    prompts: list[list[int]],
+    policy: Policy | None,
 ) -> None:
     with start(asked(policy)) as engine:
         alone = [engine.answer([prompt], NEW) for prompt in prompts]
@@ -153,24 +178,27 @@ def test_tokens_are_the_targets_and_rounds_are_our_loops(
     own = ours(models, prompts, policy)
     assert different_rounds([a["rounds"][0] for a in alone], own) == 0
     assert different_rounds(together["rounds"], own) == 0
-    assert sum(r[2] for rounds in own for r in rounds) > 20, "a drafter that is never right shows nothing"
+    assert sum(r[2] for rounds in own for r in rounds) > 20, (
+        "a drafter that is never right shows nothing"
+    )
 
 
 def test_a_count_that_is_off_by_one_is_noticed(
     start: Start, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the test above would say of a plugin that counts one Key too many, just above N0, where that is much."""
+    """What the test above would say of a plugin that counts one Key too many, just above N0, where
+    that is much."""
     policy = FixedSlope(20, slope=2.0, top_k=19, max_scale=500.0)
     rng = torch.Generator().manual_seed(2)
     short = [torch.randint(0, VOCAB, (n,), generator=rng).tolist() for n in range(5, 20, 2)]
     with start(asked(policy)) as engine:
         right = engine.answer(short, NEW)
     (tmp_path / "sitecustomize.py").write_text(
-        "from sharpdraft.engines.imports import when_imported\n"
+        "from sharpdraft.adapters.imports import when_imported\n"
         "def plant(module):\n"
         "    right = module.ragged_keys\n"
         "    module.ragged_keys = lambda *a, **k: right(*a, **k) + 1\n"
-        "when_imported('sharpdraft.engines.vllm', plant)\n"
+        "when_imported('sharpdraft.adapters.vllm.register', plant)\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with start(asked(policy)) as engine:
@@ -200,7 +228,11 @@ def test_below_the_reference_it_is_stock_vllm(start: Start, prompts: list[list[i
     ids=["prefix caching", "chunked prefill", "preemption"],
 )
 def test_acceptance_survives_what_a_server_does(
-    start: Start, ar: dict[str, Any], models: Models, prompts: list[list[int]], options: Mapping[str, Any]
+    start: Start,
+    ar: dict[str, Any],
+    models: Models,
+    prompts: list[list[int]],
+    options: Mapping[str, Any],
 ) -> None:
     """Twice, so that the second time finds the first one's prefixes."""
     own = ours(models, prompts, STEEP)
@@ -215,7 +247,7 @@ def test_acceptance_survives_what_a_server_does(
 
 PROBE = """
 import json
-from sharpdraft.engines.imports import when_imported
+from sharpdraft.adapters.imports import when_imported
 
 counted = []
 
@@ -241,7 +273,7 @@ def positions(module):
         self.model.register_forward_hook(after)
     module.SpecDecodeBaseProposer.load_model = probed
 
-when_imported("sharpdraft.engines.vllm", counts)
+when_imported("sharpdraft.adapters.vllm.register", counts)
 when_imported("vllm.v1.spec_decode.llm_base_proposer", positions)
 """
 
@@ -264,14 +296,25 @@ def eagle3(models: Models, folder: Path, **changes: Any) -> Path:
     }
     rng = torch.Generator().manual_seed(3)
     tensors = {name: 0.3 * torch.randn(shape, generator=rng) for name, shape in shapes.items()}
-    for name in ("norm", "midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm"):
+    for name in (
+        "norm",
+        "midlayer.hidden_norm",
+        "midlayer.input_layernorm",
+        "midlayer.post_attention_layernorm",
+    ):
         tensors[f"{name}.weight"] = torch.ones(size)
     tensors["lm_head.weight"] = models.model.lm_head.weight.detach().clone()
     config = json.loads((models.target / "config.json").read_text())
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": VOCAB}
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": VOCAB,
+    }
     config |= {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], **changes}
     if config.get("fc_norm"):
-        tensors |= {f"fc_norm.{i}.weight": 1 + 0.2 * torch.randn(size, generator=rng) for i in range(3)}
+        tensors |= {
+            f"fc_norm.{i}.weight": 1 + 0.2 * torch.randn(size, generator=rng) for i in range(3)
+        }
     folder.mkdir()
     save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
@@ -292,14 +335,21 @@ def pard(models: Models, folder: Path) -> Path:
 @pytest.mark.parametrize("policy", [None, STEEP], ids=["frozen", "steep"])
 @pytest.mark.parametrize("kind", ["eagle 3", "eagle 3.1", "pard"])
 def test_other_families_have_our_loops_rounds(
-    kind: str, policy: Policy | None, ar: dict[str, Any], models: Models, prompts: list[list[int]], tmp_path: Path
+    kind: str,
+    policy: Policy | None,
+    ar: dict[str, Any],
+    models: Models,
+    prompts: list[list[int]],
+    tmp_path: Path,
 ) -> None:
     if kind == "pard":
         drafter = pard(models, tmp_path / "drafter")
     else:
         changes = {"fc_norm": True, "norm_output": True} if kind == "eagle 3.1" else {}
         drafter = eagle3(models, tmp_path / "drafter", **changes)
-    with closing(Engine(models.target, drafter, DRAFTS, asked(policy), OPTIONS, tmp_path / "log")) as engine:
+    with closing(
+        Engine(models.target, drafter, DRAFTS, asked(policy), OPTIONS, tmp_path / "log")
+    ) as engine:
         answer = engine.answer(prompts, NEW)
     assert answer["tokens"] == ar["tokens"]
     own = ours(models, prompts, policy, drafter)
@@ -309,9 +359,14 @@ def test_other_families_have_our_loops_rounds(
 
 @pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
 def test_every_step_of_a_sequential_drafter_is_counted(
-    kind: str, models: Models, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    models: Models,
+    prompts: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Metadata is updated in place between the steps; a causal row at position p sees p + 1 Keys."""
+    """Metadata is updated in place between the steps; a causal row at position p sees p + 1
+    Keys."""
     out = tmp_path / "counts"
     (tmp_path / "sitecustomize.py").write_text(PROBE.format(out=str(out)))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -335,16 +390,23 @@ def test_every_step_of_a_sequential_drafter_is_counted(
 
 
 def test_three_tensor_parallel_ranks(
-    ar: dict[str, Any], models: Models, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ar: dict[str, Any],
+    models: Models,
+    prompts: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     options = {**OPTIONS, "tensor_parallel_size": 3, "distributed_executor_backend": "mp"}
-    with closing(Engine(models.target, models.drafter, DRAFTS, asked(STEEP), options, tmp_path / "log")) as engine:
+    with closing(
+        Engine(models.target, models.drafter, DRAFTS, asked(STEEP), options, tmp_path / "log")
+    ) as engine:
         answer = engine.answer(prompts[:5], NEW)
     assert answer["tokens"] == ar["tokens"][:5]
     said = (tmp_path / "log").read_text()
     assert said.count("Queries of 2 draft layers are scaled by the Keys they see") == 3
-    # Sums of three parts round otherwise, which a steep policy on a random drafter lets through to a draft or two.
+    # Sums of three parts round otherwise, which a steep policy on a random drafter lets through to
+    # a draft or two.
     accepted = sum(r[2] for rounds in answer["rounds"] for r in rounds)
     own = sum(r[2] for rounds in ours(models, prompts[:5], STEEP) for r in rounds)
     assert accepted == pytest.approx(own, rel=0.1)
@@ -353,7 +415,10 @@ def test_three_tensor_parallel_ranks(
 def test_wrong_settings_end_it_before_a_weight_is_read(models: Models, tmp_path: Path) -> None:
     from sharpdraft.errors import SharpDraftError
 
-    for wrong, message in (({"reference": 3, "top_k": 5}, "above top_k"), (True, "no sharpdraft.json")):
+    for wrong, message in (
+        ({"reference": 3, "top_k": 5}, "above top_k"),
+        (True, "no sharpdraft.json"),
+    ):
         with pytest.raises(SharpDraftError, match=message):
             Engine(models.target, models.drafter, DRAFTS, wrong, OPTIONS, tmp_path / "log")
 
@@ -368,11 +433,28 @@ def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
-    speculative = {"method": "dflash", "model": str(models.drafter), "num_speculative_tokens": DRAFTS}
+    speculative = {
+        "method": "dflash",
+        "model": str(models.drafter),
+        "num_speculative_tokens": DRAFTS,
+    }
     # `vllm serve` asks for a distribution named vllm, which vllm-cpu is not.
-    line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(models.target)]
+    line = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(models.target),
+    ]
     line += ["--port", str(port)]
-    line += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(POSITIONS), "--skip-tokenizer-init"]
+    line += [
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        str(POSITIONS),
+        "--skip-tokenizer-init",
+    ]
     line += ["--speculative-config", json.dumps(speculative), "--max-num-seqs", "8"]
     line += ["--additional-config", json.dumps({"sharpdraft": asked(STEEP)})]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -395,7 +477,13 @@ def server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def complete(url: str, prompt: Sequence[int], count: int, abort_after: int | None = None) -> None:
-    body = {"prompt": list(prompt), "max_tokens": count, "temperature": 0, "stream": True, "return_token_ids": True}
+    body = {
+        "prompt": list(prompt),
+        "max_tokens": count,
+        "temperature": 0,
+        "stream": True,
+        "return_token_ids": True,
+    }
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -430,7 +518,10 @@ def test_a_server_says_what_it_scales_and_counts_by_context(
         thread.join()
     counts = by_context(url)
     own = ours(models, prompts, STEEP)
-    drafts = {edge: sum(low < r[0] <= low + 512 for rounds in own for r in rounds) for low, edge in _edges()}
+    drafts = {
+        edge: sum(low < r[0] <= low + 512 for rounds in own for r in rounds)
+        for low, edge in _edges()
+    }
     for _, edge in _edges():
         assert counts["drafts", edge] >= drafts[edge] > 0
         assert counts["draft_tokens", edge] == DRAFTS * counts["drafts", edge]

@@ -1,4 +1,5 @@
-"""The vLLM plugin from outside, with stand-ins for the few vLLM objects it touches; tests/test_vllm.py runs vLLM."""
+"""The vLLM plugin from outside, with stand-ins for the few vLLM objects it touches;
+tests/test_vllm.py runs vLLM."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sharpdraft import FixedSlope, SharpDraftError, scale_queries
-from sharpdraft.engines import vllm as plugin
-from sharpdraft.engines import vllm_stats as stats
-from sharpdraft.engines.imports import when_imported
-from sharpdraft.engines.vllm_checks import warnings_for, windows_of
-from sharpdraft.settings import FROZEN, asked_policy
+from sharpdraft.adapters.imports import when_imported
+from sharpdraft.adapters.vllm import register as plugin
+from sharpdraft.adapters.vllm import stats
+from sharpdraft.adapters.vllm.checks import warnings_for, windows_of
+from sharpdraft.method.settings import FROZEN, asked_policy
 
 POLICY = FixedSlope(40, top_k=8)
 
@@ -43,7 +44,14 @@ class Impl:
         self.seen: list[Tensor] = []
 
     def forward(
-        self, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any = None
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: Any,
+        output: Any = None,
     ) -> Any:
         self.seen.append(query.clone())
         return output
@@ -52,7 +60,9 @@ class Impl:
 class Attention(torch.nn.Module):
     """Stands for vLLM's layer of that name."""
 
-    def __init__(self, window: int | None = None, backend: str = "FLASH_ATTN", quant: Any = None) -> None:
+    def __init__(
+        self, window: int | None = None, backend: str = "FLASH_ATTN", quant: Any = None
+    ) -> None:
         super().__init__()
         self.impl = Impl()
         self.sliding_window = window
@@ -81,7 +91,8 @@ def visible(lengths: list[tuple[int, int]], causal: bool, window: int | None) ->
             at = context + row
             counts.append(
                 sum(
-                    (not causal or key <= at) and (window is None or at - key < window) for key in range(context + rows)
+                    (not causal or key <= at) and (window is None or at - key < window)
+                    for key in range(context + rows)
                 )
             )
     return counts
@@ -95,15 +106,25 @@ def visible(lengths: list[tuple[int, int]], causal: bool, window: int | None) ->
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_queries_are_scaled_by_the_keys_each_row_sees(
-    lengths: list[tuple[int, int]], causal: bool, window: int | None, padding: int, dtype: torch.dtype
+    lengths: list[tuple[int, int]],
+    causal: bool,
+    window: int | None,
+    padding: int,
+    dtype: torch.dtype,
 ) -> None:
     """Any batch mix, any window, padding rows behind; the arithmetic is the method's to the bit."""
     layer = Attention(window)
     attached(layer)
     rows = sum(r for _, r in lengths)
-    starts = torch.tensor([0, *torch.tensor([r for _, r in lengths]).cumsum(0).tolist()], dtype=torch.int32)
-    metadata = Metadata(starts, torch.tensor([c + r for c, r in lengths], dtype=torch.int32), causal)
-    query = torch.randn(rows + padding, 3, 4, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    starts = torch.tensor(
+        [0, *torch.tensor([r for _, r in lengths]).cumsum(0).tolist()], dtype=torch.int32
+    )
+    metadata = Metadata(
+        starts, torch.tensor([c + r for c, r in lengths], dtype=torch.int32), causal
+    )
+    query = torch.randn(rows + padding, 3, 4, generator=torch.Generator().manual_seed(rows)).to(
+        dtype
+    )
     got = layer.call(query, metadata)
     gain = POLICY.gain(torch.tensor(visible(lengths, causal, window) + [0] * padding))
     assert torch.equal(got, scale_queries(query, gain[:, None]))
@@ -119,7 +140,8 @@ def test_identity_to_the_bit_where_nothing_exceeds_the_reference() -> None:
 
 
 def test_metadata_updated_in_place_between_passes_is_counted_anew() -> None:
-    """Sequential drafting: the same metadata object, one Key more each step; a module a step (MTP) included."""
+    """Sequential drafting: the same metadata object, one Key more each step; a module a step (MTP)
+    included."""
     first, second = Attention(), Attention()
     _, now = attached(first, second)
     metadata = Metadata(torch.tensor([0, 1]), torch.tensor([100]))
@@ -134,7 +156,9 @@ def test_metadata_updated_in_place_between_passes_is_counted_anew() -> None:
 def test_layers_of_one_pass_share_their_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
     gain = FixedSlope.gain
-    monkeypatch.setattr(FixedSlope, "gain", lambda self, keys: computed.append(1) or gain(self, keys))
+    monkeypatch.setattr(
+        FixedSlope, "gain", lambda self, keys: computed.append(1) or gain(self, keys)
+    )
     layers = [Attention(), Attention(), Attention(window=64)]
     _, now = attached(*layers)
     metadata = Metadata(torch.tensor([0, 2]), torch.tensor([100]))
@@ -171,7 +195,9 @@ def test_a_quantised_query_is_scaled_before_it_is_quantised() -> None:
 
     layer = Attention(quant=Quant())
     attached(layer)
-    assert layer.query_quant is None, "else the layer quantises first, and what is left to scale is 8 bits wide"
+    assert layer.query_quant is None, (
+        "else the layer quantises first, and what is left to scale is 8 bits wide"
+    )
     query = torch.randn(1, 2, 4) * 9
     metadata = Metadata(torch.tensor([0, 1]), torch.tensor([400]))
     scaled = scale_queries(query, POLICY.gain(metadata.seq_lens)[:, None])
@@ -189,7 +215,9 @@ def test_layers_that_cannot_be_counted_are_refused_with_the_reason() -> None:
     direct.use_direct_call = True
     other_hooks = Attention()
     other_hooks.impl.forward = lambda query, layer: None  # type: ignore[assignment, misc]
-    reasons, _ = attached(MLAAttention(), Attention(backend="FLASHINFER"), direct, other_hooks, Attention())
+    reasons, _ = attached(
+        MLAAttention(), Attention(backend="FLASHINFER"), direct, other_hooks, Attention()
+    )
     assert list(reasons) == ["layer.0", "layer.1", "layer.2", "layer.3"]
     assert "MLAAttention" in reasons["layer.0"]
     assert "FLASHINFER" in reasons["layer.1"] and "attention_backend" in reasons["layer.1"]
@@ -200,7 +228,8 @@ def test_layers_that_cannot_be_counted_are_refused_with_the_reason() -> None:
 
 
 def test_counts_are_read_when_a_graph_of_the_pass_is_replayed() -> None:
-    """What a CUDA graph needs, shown with a traced graph: no host read, shapes from shapes, counts from buffers."""
+    """What a CUDA graph needs, shown with a traced graph: no host read, shapes from shapes, counts
+    from buffers."""
     policy = POLICY
 
     def step(query: Tensor, start: Tensor, lengths: Tensor) -> Tensor:
@@ -211,10 +240,13 @@ def test_counts_are_read_when_a_graph_of_the_pass_is_replayed() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     query, start = torch.randn(4, 1, 2), torch.tensor([0, 2, 4])
-    # Symbolic tracing stops at anything that reads a value, such as .item() or a branch on a tensor.
+    # Symbolic tracing stops at anything that reads a value, such as .item() or a branch on a
+    # tensor.
     graph = make_fx(step, tracing_mode="fake")(query, start, torch.tensor([10, 10]))
     for lengths in ([10, 10], [100, 41], [5000, 80]):
-        expected = scale_queries(query, policy.gain(torch.tensor(lengths).repeat_interleave(2))[:, None])
+        expected = scale_queries(
+            query, policy.gain(torch.tensor(lengths).repeat_interleave(2))[:, None]
+        )
         assert torch.equal(graph(query, start, torch.tensor(lengths)), expected)
 
 
@@ -222,9 +254,14 @@ def test_counts_are_read_when_a_graph_of_the_pass_is_replayed() -> None:
 
 
 def config(additional: Any = None, **changes: Any) -> SimpleNamespace:
-    model = {"max_model_len": 8192, "hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "default"})}
+    model = {
+        "max_model_len": 8192,
+        "hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "default"}),
+    }
     speculative = SimpleNamespace(
-        model="/nowhere", method="dflash", draft_model_config=SimpleNamespace(**{**model, **changes.pop("draft", {})})
+        model="/nowhere",
+        method="dflash",
+        draft_model_config=SimpleNamespace(**{**model, **changes.pop("draft", {})}),
     )
     return SimpleNamespace(
         additional_config={} if additional is None else {"sharpdraft": additional},
@@ -262,7 +299,9 @@ def test_ways_to_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plugin.policy_in(config()) == FixedSlope(700)
     monkeypatch.setenv("SHARPDRAFT", '{"reference": 900}')
     assert plugin.policy_in(config()) == FixedSlope(900)
-    assert plugin.policy_in(config({"reference": 700})) == FixedSlope(700), "vLLM's own setting comes first"
+    assert plugin.policy_in(config({"reference": 700})) == FixedSlope(700), (
+        "vLLM's own setting comes first"
+    )
 
 
 @pytest.mark.parametrize(
@@ -303,7 +342,9 @@ def test_warnings_of_what_costs_acceptance_at_length() -> None:
     assert "4096" in one and "8192" in one
     (one,) = warnings_for(config(), policy, [None, 1024])
     assert "window of 1024" in one
-    (one,) = warnings_for(config(target={"max_model_len": 2048}, draft={"max_model_len": 2048}), policy, [None])
+    (one,) = warnings_for(
+        config(target={"max_model_len": 2048}, draft={"max_model_len": 2048}), policy, [None]
+    )
     assert "scaling never acts" in one
     yarn = {"hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "yarn"})}
     (one,) = warnings_for(config(target=yarn), policy, [None])
@@ -317,9 +358,19 @@ def test_warnings_of_what_costs_acceptance_at_length() -> None:
     [
         ({}, [None, None]),
         ({"sliding_window": 128}, [None, None]),
-        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}, [128, None]),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128},
+            [128, None],
+        ),
         ({"dflash_config": {"use_swa": True, "swa_window_size": 64}}, [64, 64]),
-        ({"dflash_config": {"use_swa": True}, "sliding_window": 32, "layer_types": ["full_attention"] * 2}, [32, 32]),
+        (
+            {
+                "dflash_config": {"use_swa": True},
+                "sliding_window": 32,
+                "layer_types": ["full_attention"] * 2,
+            },
+            [32, 32],
+        ),
     ],
 )
 def test_windows_that_a_drafter_names(fields: dict[str, Any], windows: list[int | None]) -> None:
@@ -346,13 +397,16 @@ def test_a_module_is_patched_when_it_is_imported(late_module: str) -> None:
     assert type(module.__loader__).__name__ == "SourceFileLoader"
     when_imported(late_module, seen.append)
     assert seen == [module, module]
-    assert not any(type(finder).__name__ == "_Finder" and finder.name == late_module for finder in sys.meta_path)
+    assert not any(
+        type(finder).__name__ == "_Finder" and finder.name == late_module
+        for finder in sys.meta_path
+    )
 
 
 def test_importing_the_plugin_needs_torch_alone() -> None:
     """It is loaded into every process that vLLM starts."""
     code = (
-        "import sys, sharpdraft.engines.vllm as p; p.register(); p.register()\n"
+        "import sys, sharpdraft.adapters.vllm.register as p; p.register(); p.register()\n"
         "bad = [m for m in ('transformers', 'vllm', 'typer', 'rich', 'huggingface_hub') if m in sys.modules]\n"
         "assert not bad, bad"
     )
@@ -363,8 +417,21 @@ def test_importing_the_plugin_needs_torch_alone() -> None:
 
 
 def test_buckets() -> None:
-    assert [stats.bucket(n) for n in (0, 1, 512, 513, 1024, 1025, 2048, 2049)] == [0, 0, 0, 1, 1, 2, 2, 3]
-    assert [stats.label(stats.bucket(n)) for n in (512, 513, 8192)] == ["0-512", "512-1024", "4096-8192"]
+    assert [stats.bucket(n) for n in (0, 1, 512, 513, 1024, 1025, 2048, 2049)] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+    ]
+    assert [stats.label(stats.bucket(n)) for n in (512, 513, 8192)] == [
+        "0-512",
+        "512-1024",
+        "4096-8192",
+    ]
     assert stats.label(stats.bucket(10**9)) == "524288-inf"
 
 
@@ -380,7 +447,9 @@ class Counted:
 
 class Scheduler:
     def __init__(self, lengths: dict[str, int], asked: bool = True) -> None:
-        self.requests = {name: SimpleNamespace(num_tokens=length) for name, length in lengths.items()}
+        self.requests = {
+            name: SimpleNamespace(num_tokens=length) for name, length in lengths.items()
+        }
         self.vllm_config = config(FROZEN if asked else None)
 
     def make_spec_decoding_stats(
@@ -448,7 +517,9 @@ class Log:
         self.lines: list[str] = []
 
     def __getattr__(self, level: str) -> Any:
-        return lambda text, *values: self.lines.append(f"{level}: {text % values if values else text}")
+        return lambda text, *values: self.lines.append(
+            f"{level}: {text % values if values else text}"
+        )
 
 
 @pytest.fixture
@@ -474,11 +545,20 @@ class Proposer:
 
 @pytest.fixture
 def proposer(monkeypatch: pytest.MonkeyPatch) -> type[Proposer]:
-    """A fresh class with the plugin's wrapper on it, and stand-ins for what is imported from vLLM."""
-    vllm, context, ops = ModuleType("vllm"), ModuleType("vllm.forward_context"), ModuleType("vllm._custom_ops")
+    """A fresh class with the plugin's wrapper on it, and stand-ins for what is imported from
+    vLLM."""
+    vllm, context, ops = (
+        ModuleType("vllm"),
+        ModuleType("vllm.forward_context"),
+        ModuleType("vllm._custom_ops"),
+    )
     vllm.__version__, vllm._custom_ops = "0.32.1", ops  # type: ignore[attr-defined]
     context.get_forward_context = ForwardPass  # type: ignore[attr-defined]
-    for name, module in (("vllm", vllm), ("vllm.forward_context", context), ("vllm._custom_ops", ops)):
+    for name, module in (
+        ("vllm", vllm),
+        ("vllm.forward_context", context),
+        ("vllm._custom_ops", ops),
+    ):
         monkeypatch.setitem(sys.modules, name, module)
     fresh = type("Fresh", (Proposer,), {"load_model": Proposer.load_model})
     module = ModuleType("proposer")
@@ -490,7 +570,9 @@ def proposer(monkeypatch: pytest.MonkeyPatch) -> type[Proposer]:
 
 def scaled(layer: Attention) -> bool:
     query = torch.ones(1, 1, 2)
-    return not torch.equal(layer.call(query, Metadata(torch.tensor([0, 1]), torch.tensor([5000]))), query)
+    return not torch.equal(
+        layer.call(query, Metadata(torch.tensor([0, 1]), torch.tensor([5000]))), query
+    )
 
 
 def test_a_loaded_drafter_is_scaled_and_the_log_says_so(proposer: type[Proposer], log: Log) -> None:
@@ -511,8 +593,12 @@ def test_an_untested_version_is_warned_of(proposer: type[Proposer], log: Log) ->
 
 
 @pytest.mark.parametrize("what", ["names", "config", "nothing asked", "frozen"])
-def test_a_drafter_that_cannot_or_shall_not_be_scaled_serves_on(what: str, proposer: type[Proposer], log: Log) -> None:
-    drafter = proposer(asked={"nothing asked": None, "frozen": FROZEN}.get(what, {"reference": 700}))
+def test_a_drafter_that_cannot_or_shall_not_be_scaled_serves_on(
+    what: str, proposer: type[Proposer], log: Log
+) -> None:
+    drafter = proposer(
+        asked={"nothing asked": None, "frozen": FROZEN}.get(what, {"reference": 700})
+    )
     if what == "config":
         del drafter.vllm_config.parallel_config
     if what == "names":
@@ -521,8 +607,16 @@ def test_a_drafter_that_cannot_or_shall_not_be_scaled_serves_on(what: str, propo
     else:
         assert drafter.load_model("x") == "loaded for x"
     assert not scaled(drafter.layer)
-    expected = {"names": "names no attention layers", "config": "not as relied on", "frozen": "Frozen as asked"}
-    assert [expected[what] in line for line in log.lines] == [True] if what in expected else log.lines == []
+    expected = {
+        "names": "names no attention layers",
+        "config": "not as relied on",
+        "frozen": "Frozen as asked",
+    }
+    assert (
+        [expected[what] in line for line in log.lines] == [True]
+        if what in expected
+        else log.lines == []
+    )
 
 
 def test_a_vllm_without_the_hook_is_told(log: Log) -> None:

@@ -1,31 +1,33 @@
 """SharpDraft: speculative decoding that stays fast when generations get long (arXiv 2610.05106).
 
-The method needs torch alone and is imported at once; what runs models is imported when it is first asked for.
+The method needs torch alone and is imported at once; what runs models is imported when it is first
+asked for.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .attach import Attached, attach
-from .cardinality import block_keys, causal_keys, mask_keys, ragged_keys
+from .adapters.attach import Attached, attach
 from .errors import SharpDraftError
-from .mass import contrast, contrast_derivative, top_mass
-from .scale import Constant, FixedSlope, Policy, scale_queries
+from .method.scale import Constant, FixedSlope, Policy, scale_queries
+from .method.theory import contrast, contrast_derivative, top_mass
+from .method.visible import block_keys, causal_keys, mask_keys, ragged_keys
 
 if TYPE_CHECKING:
     from .decode.batch import Batch, Request
-    from .decode.loop import Session
     from .decode.rounds import Round
     from .decode.sampling import Sampling
+    from .decode.session import Session
     from .drafters import load_drafter
     from .drafters.dflash import DFlash
-    from .models import load_target
-    from .target import Target
+    from .hub.models import load_target
+    from .model.causal_lm import CausalLM
 
 __all__ = [
     "Attached",
     "Batch",
+    "CausalLM",
     "Constant",
     "DFlash",
     "FixedSlope",
@@ -35,7 +37,6 @@ __all__ = [
     "Sampling",
     "Session",
     "SharpDraftError",
-    "Target",
     "attach",
     "block_keys",
     "causal_keys",
@@ -55,10 +56,10 @@ _LATER = {
     "Request": "decode.batch",
     "Round": "decode.rounds",
     "Sampling": "decode.sampling",
-    "Session": "decode.loop",
-    "Target": "target",
+    "Session": "decode.session",
+    "CausalLM": "model.causal_lm",
     "load_drafter": "drafters",
-    "load_target": "models",
+    "load_target": "hub.models",
 }
 
 

@@ -1,6 +1,8 @@
-"""Many requests at once: they join and leave between rounds, and share every pass of target and drafter.
+"""Many requests at once: they join and leave between rounds, and share every pass of target and
+drafter.
 
-Nothing is padded: the rows of all requests are one flat pass, and attention runs over each request's own Keys.
+Nothing is padded: the rows of all requests are one flat pass, and attention runs over each
+request's own Keys.
 """
 
 from __future__ import annotations
@@ -10,19 +12,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..drafters.family import Drafter
+from ..drafters.base import Drafter
 from ..errors import SharpDraftError
-from ..scale import Policy
-from ..target import Target
-from .loop import Session, round_together
+from ..method.scale import Policy
+from ..model.causal_lm import CausalLM
 from .rounds import Round
 from .sampling import GREEDY, Sampling
+from .session import Session, round_together
 
 
 @dataclass(eq=False)
 class Request:
-    """One answer, as it comes. `tokens` are those written so far; `finish` is "" until it ends: "stop", "length" or
-    "cancelled"."""
+    """One answer, as it comes. `tokens` are those written so far; `finish` is "" until it ends:
+    "stop", "length" or "cancelled"."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int
@@ -47,13 +49,13 @@ class Request:
 class Batch:
     """Requests in the order they came, as many at once as fit.
 
-    max_tokens bounds the memory: contexts of all running requests together, in tokens, each counted to its longest.
-    policy: scales every request's drafts by its own Keys.
+    max_tokens bounds the memory: contexts of all running requests together, in tokens, each counted
+    to its longest. policy: scales every request's drafts by its own Keys.
     """
 
     def __init__(
         self,
-        target: Target,
+        target: CausalLM,
         drafter: Drafter[Any] | None = None,
         policy: Policy | None = None,
         *,
@@ -67,7 +69,12 @@ class Batch:
         self.running: dict[Request, Session] = {}
 
     def add(
-        self, prompt: Sequence[int], max_new_tokens: int, *, sampling: Sampling = GREEDY, stop: Collection[int] = ()
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        sampling: Sampling = GREEDY,
+        stop: Collection[int] = (),
     ) -> Request:
         """Queue a request. Raises SharpDraftError for one that can never run."""
         request = Request(tuple(prompt), max_new_tokens, sampling, stop)
@@ -93,7 +100,8 @@ class Batch:
                 self.waiting.remove(request)
 
     def step(self) -> list[tuple[Request, Round]]:
-        """Let in those that fit, each reading its prompt and writing a token, and do one round of all that run.
+        """Let in those that fit, each reading its prompt and writing a token, and do one round of
+        all that run.
 
         Returns what was written; nothing once every request has ended.
         """
@@ -110,7 +118,9 @@ class Batch:
             )
             self.running[request] = session
             first = session.prefill(request.prompt)
-            written.append((request, Round((first,), session.cache.length, 0, 0, 0.0, session.prefill_seconds)))
+            written.append(
+                (request, Round((first,), session.cache.length, 0, 0, 0.0, session.prefill_seconds))
+            )
             self._took(*written[-1])
         if running := list(self.running):
             sessions = [self.running[request] for request in running]

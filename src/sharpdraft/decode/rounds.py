@@ -11,10 +11,11 @@ import torch
 
 @dataclass(frozen=True)
 class Round:
-    """One round: what it wrote, at which context length (Keys before its anchor), and the seconds it took.
+    """One round: what it wrote, at which context length (Keys before its anchor), and the seconds
+    it took.
 
-    `accepted` counts the drafts that were written; the last of `tokens` is the target's own, or the stop token
-    that cut the round short.
+    `accepted` counts the drafts that were written; the last of `tokens` is the target's own, or the
+    stop token that cut the round short.
     """
 
     tokens: tuple[int, ...]
@@ -26,7 +27,8 @@ class Round:
 
 
 class Stopwatch:
-    """Seconds of the first part of a round: by the device's own clock where it runs behind the host."""
+    """Seconds of the first part of a round: by the device's own clock where it runs behind the
+    host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

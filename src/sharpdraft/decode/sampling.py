@@ -1,9 +1,10 @@
 """How tokens are chosen, for the target alone and for verification alike.
 
-Greedily, or by rejection sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): a draft x that
-the drafter chose with probability q(x) is accepted with probability min(1, p(x) / q(x)), p being the target's, and a
-refused one is replaced by a draw from max(p - q, 0). What comes out is distributed as the target's own tokens are,
-whatever the drafter. A drafter that always gives its likeliest token has q(x) = 1.
+Greedily, or by rejection sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv
+2302.01318): a draft x that the drafter chose with probability q(x) is accepted with probability
+min(1, p(x) / q(x)), p being the target's, and a refused one is replaced by a draw from max(p - q,
+0). What comes out is distributed as the target's own tokens are, whatever the drafter. A drafter
+that always gives its likeliest token has q(x) = 1.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from ..drafters.family import Pick, likeliest
+from ..drafters.base import Pick, likeliest
 from ..errors import SharpDraftError
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens; as it is, greedily. The filters are transformers', in the order of its `generate`.
+    """How to choose tokens; as it is, greedily. The filters are transformers', in the order of its
+    `generate`.
 
-    temperature: 0 is greedy. top_k: 0 is off. processors: transformers' logits processors, applied behind the
-    repetition penalty and before the temperature; each is called with the tokens so far int64 [1, length] and logits
-    [1, vocab]. seed: of this one answer; None draws one. drafts: "sampled" from the drafter's own filtered
-    distribution, or its "likeliest".
+    temperature: 0 is greedy. top_k: 0 is off. processors: transformers' logits processors, applied
+    behind the repetition penalty and before the temperature; each is called with the tokens so far
+    int64 [1, length] and logits [1, vocab]. seed: of this one answer; None draws one. drafts:
+    "sampled" from the drafter's own filtered distribution, or its "likeliest".
 
     Raises SharpDraftError for a value out of range.
     """
@@ -59,9 +61,13 @@ class Sampling:
             if not low <= (value := getattr(self, name)) <= high:
                 raise SharpDraftError(f"{name} is {value}: it must be from {low:g} to {high:g}")
         if self.top_p == 0:
-            raise SharpDraftError("top_p is 0, which leaves no token: for greedy decoding set temperature to 0")
+            raise SharpDraftError(
+                "top_p is 0, which leaves no token: for greedy decoding set temperature to 0"
+            )
         if self.repetition_penalty <= 0:
-            raise SharpDraftError(f"repetition_penalty is {self.repetition_penalty}: it must be above 0; 1 is off")
+            raise SharpDraftError(
+                f"repetition_penalty is {self.repetition_penalty}: it must be above 0; 1 is off"
+            )
 
     def filters(self) -> LogitsProcessorList:
         """What logits go through before they are probabilities."""
@@ -85,14 +91,16 @@ _LIKELY = 256
 
 
 class TopP:
-    """What transformers' TopPLogitsWarper keeps, without its sort of the whole vocabulary, which takes longer than a
-    draft: the tokens above which there is less than `top_p` of the probability."""
+    """What transformers' TopPLogitsWarper keeps, without its sort of the whole vocabulary, which
+    takes longer than a draft: the tokens above which there is less than `top_p` of the
+    probability."""
 
     def __init__(self, top_p: float) -> None:
         self.top_p = top_p
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids: not looked at; scores [rows, vocab]. Returns scores with -inf where a token is left out."""
+        """input_ids: not looked at; scores [rows, vocab]. Returns scores with -inf where a token is
+        left out."""
         shares, count = scores.softmax(-1), _LIKELY
         while True:
             high, tokens = shares.topk(min(count, scores.shape[-1]))
@@ -108,7 +116,8 @@ GREEDY = Sampling()
 
 
 class Sampler:
-    """Chooses the tokens of one answer. Its random numbers are its own, so that no other answer changes them."""
+    """Chooses the tokens of one answer. Its random numbers are its own, so that no other answer
+    changes them."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -127,12 +136,14 @@ class Sampler:
         return not self.sampling.temperature and not self.filters
 
     def drafts(self, tokens: Sequence[int], vocab: int) -> Pick:
-        """How a drafter chooses behind `tokens`; remembers the probabilities, which `verify` asks for."""
+        """How a drafter chooses behind `tokens`; remembers the probabilities, which `verify` asks
+        for."""
         self.drafted.clear()
         if not self.sampling.temperature or self.sampling.drafts == "likeliest":
             return likeliest
 
-        # Drafts of the same block are not yet among the tokens: any q is right, as long as it is drawn from.
+        # Drafts of the same block are not yet among the tokens: any q is right, as long as it is
+        # drawn from.
         ids = self._ids(tokens)
 
         def sampled(logits: Tensor, token_of: Tensor | None) -> Tensor:
@@ -148,13 +159,17 @@ class Sampler:
         return sampled
 
     def verify(
-        self, logits: Tensor, tokens: Sequence[int], proposed: Sequence[int], best: Sequence[int] | None = None
+        self,
+        logits: Tensor,
+        tokens: Sequence[int],
+        proposed: Sequence[int],
+        best: Sequence[int] | None = None,
     ) -> list[int]:
         """Drafts that are accepted, and one token more.
 
-        logits [len(proposed) + 1, vocab]: row i says which token follows `tokens` and the first i of `proposed`. best:
-        the likeliest token of each row where the host knows it already.
-        Raises SharpDraftError for logits that are not numbers.
+        logits [len(proposed) + 1, vocab]: row i says which token follows `tokens` and the first i
+        of `proposed`. best: the likeliest token of each row where the host knows it already. Raises
+        SharpDraftError for logits that are not numbers.
         """
         if self.greedy:
             if best is None:
@@ -169,7 +184,9 @@ class Sampler:
             scores = self._filtered(logit, ids[:, : len(tokens) + row])
             draft = proposed[row] if row < len(proposed) else None
             random = self.sampling.temperature > 0
-            token = self._sampled(scores.softmax(-1), draft, row) if random else int(scores.argmax())
+            token = (
+                self._sampled(scores.softmax(-1), draft, row) if random else int(scores.argmax())
+            )
             written.append(token)
             if token != draft:
                 break
@@ -209,10 +226,13 @@ def draw(weights: Tensor, generator: torch.Generator) -> int:
 
 
 def draws(weights: Tensor, generator: torch.Generator) -> Tensor:
-    """One index of each row of weights [rows, n], int64 [rows]: one random number a row, where torch.multinomial draws
-    one for each of the n."""
+    """One index of each row of weights [rows, n], int64 [rows]: one random number a row, where
+    torch.multinomial draws one for each of the n."""
     sums = weights.double().cumsum(-1)
-    at = torch.rand(len(weights), 1, generator=generator, dtype=torch.double).to(sums.device) * sums[:, -1:]
+    at = (
+        torch.rand(len(weights), 1, generator=generator, dtype=torch.double).to(sums.device)
+        * sums[:, -1:]
+    )
     # A sum can round to the random number itself: never beyond the last index that has any weight.
     last = (sums < sums[:, -1:]).sum(-1)
     return torch.searchsorted(sums, at, right=True)[:, 0].minimum(last)
@@ -224,4 +244,6 @@ def _require_numbers(values: Tensor) -> None:
 
 
 def broken_logits() -> SharpDraftError:
-    return SharpDraftError("the target's logits are NaN or infinite: its weights or dtype are broken; try float32")
+    return SharpDraftError(
+        "the target's logits are NaN or infinite: its weights or dtype are broken; try float32"
+    )

@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..target import Target
-    from .family import Drafter
+    from ..model.causal_lm import CausalLM
+    from .base import Drafter
 
 
-def load_drafter(directory: Path, target: Target) -> Drafter[Any]:
-    """Read a drafter of any family, told apart by its config.json, with the block that its sharpdraft.json names.
+def load_drafter(directory: Path, target: CausalLM) -> Drafter[Any]:
+    """Read a drafter of any family, told apart by its config.json, with the block that its
+    sharpdraft.json names.
 
     Raises SharpDraftError for a directory that holds none, or one that is not for this target.
     """
-    from ..settings import recommended_block
+    from ..method.settings import recommended_block
     from .checkpoint import read_json
     from .dflash import DFlash
     from .eagle3 import Eagle3, is_eagle3

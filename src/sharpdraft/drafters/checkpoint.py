@@ -1,4 +1,5 @@
-"""A drafter's directory, read and written: what can be wrong with one ends here as one SharpDraftError."""
+"""A drafter's directory, read and written: what can be wrong with one ends here as one
+SharpDraftError."""
 
 from __future__ import annotations
 
@@ -30,23 +31,30 @@ def read_json(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Weights of a drafter, safetensors or else pytorch_model.bin. Raises SharpDraftError where they are not whole."""
+    """Weights of a drafter, safetensors or else pytorch_model.bin. Raises SharpDraftError where
+    they are not whole."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(str(file), framework="pt") as opened:
                 tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise SharpDraftError(f"{file} is truncated or corrupt ({error}): download it again") from error
+            raise SharpDraftError(
+                f"{file} is truncated or corrupt ({error}): download it again"
+            ) from error
     pickled = directory / "pytorch_model.bin"
     if not tensors and pickled.exists():
         try:
             tensors = torch.load(pickled, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             reason = str(error).splitlines()[0]
-            raise SharpDraftError(f"{pickled} is truncated or corrupt ({reason}): download it again") from error
+            raise SharpDraftError(
+                f"{pickled} is truncated or corrupt ({reason}): download it again"
+            ) from error
     if not tensors:
-        raise SharpDraftError(f"{directory} has no .safetensors file: download the checkpoint again")
+        raise SharpDraftError(
+            f"{directory} has no .safetensors file: download the checkpoint again"
+        )
     return tensors
 
 
@@ -67,7 +75,9 @@ def parsing(family: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise SharpDraftError(f"the drafter's config.json is not one of {family} checkpoint: {reason}") from error
+        raise SharpDraftError(
+            f"the drafter's config.json is not one of {family} checkpoint: {reason}"
+        ) from error
 
 
 def other_target(what: str, ours: object, theirs: object) -> SharpDraftError:
@@ -79,9 +89,12 @@ def other_target(what: str, ours: object, theirs: object) -> SharpDraftError:
 
 
 def check_tensors(
-    expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], known: Collection[str] = ()
+    expected: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, Tensor],
+    known: Collection[str] = (),
 ) -> None:
-    """Refuse a checkpoint that lacks tensors, has others than config.json says, or more than is understood."""
+    """Refuse a checkpoint that lacks tensors, has others than config.json says, or more than is
+    understood."""
     if missing := sorted(set(expected) - set(tensors)):
         raise SharpDraftError(
             f"the drafter's checkpoint lacks {len(missing)} tensors, first {missing[0]}: download it again"
@@ -92,6 +105,9 @@ def check_tensors(
                 f"the drafter's {name} has shape {tuple(tensors[name].shape)}, its config says {shape}: "
                 "config.json and weights belong to different checkpoints"
             )
-    # A mask embedding or attention sinks would change the drafts: better refused than silently left out.
+    # A mask embedding or attention sinks would change the drafts: better refused than silently left
+    # out.
     if extra := sorted(set(tensors) - set(expected) - set(known)):
-        raise SharpDraftError(f"the drafter has tensors this version does not know, first {extra[0]}")
+        raise SharpDraftError(
+            f"the drafter has tensors this version does not know, first {extra[0]}"
+        )

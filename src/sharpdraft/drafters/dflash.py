@@ -1,11 +1,11 @@
 """DFlash (arXiv 2602.06036): a block-diffusion drafter that reads the target's hidden states.
 
-Hidden states of several target layers are fused, normed and projected to each drafter layer's Keys and Values
-once, and cached. A block (the anchor, then mask tokens) attends to that context and to itself, and all its
-positions are predicted in one pass through the target's own embedding and head.
+Hidden states of several target layers are fused, normed and projected to each drafter layer's Keys
+and Values once, and cached. A block (the anchor, then mask tokens) attends to that context and to
+itself, and all its positions are predicted in one pass through the target's own embedding and head.
 
-Checkpoints are those that z-lab publishes and vLLM loads: `config.json` of a Qwen3-like `DFlashDraftModel` and
-`model.safetensors`.
+Checkpoints are those that z-lab publishes and vLLM loads: `config.json` of a Qwen3-like
+`DFlashDraftModel` and `model.safetensors`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3RotaryEmbedding
 
-from ..attention import FixedRows, LayerKind, Rotary, Rows, Segments
-from ..decode.cache import KVCache
 from ..errors import SharpDraftError
-from ..linear import Linear
-from ..mass import attention_mass
-from ..scale import Policy
-from ..stack import Layer, Stack
-from ..target import Target
+from ..method.scale import Policy
+from ..method.theory import attention_mass
+from ..model.attention import FixedRows, LayerKind, Rotary, Rows, Segments
+from ..model.cache import KVCache
+from ..model.causal_lm import CausalLM
+from ..model.linear import Linear
+from ..model.stack import Layer, Stack
+from .base import MassProbe, Pick, likeliest
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
-from .family import MassProbe, Pick, likeliest
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -39,7 +39,9 @@ ARCHITECTURE = "DFlashDraftModel"
 class DFlash:
     """A DFlash drafter bound to its target."""
 
-    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: CausalLM
+    ) -> None:
         """config: the checkpoint's config.json; tensors: its weights under their published names.
 
         Raises SharpDraftError if the drafter is not for this target or the checkpoint is not whole.
@@ -56,7 +58,9 @@ class DFlash:
 
         def linear(names: Sequence[str]) -> Linear:
             weight = torch.cat([get[f"{n}.weight"] for n in names])
-            bias = torch.cat([get[f"{n}.bias"] for n in names]) if f"{names[0]}.bias" in get else None
+            bias = (
+                torch.cat([get[f"{n}.bias"] for n in names]) if f"{names[0]}.bias" in get else None
+            )
             return Linear(weight, bias)
 
         self.fc = linear(["fc"])
@@ -79,17 +83,25 @@ class DFlash:
             )
         self.stack = Stack(tuple(layers), get["norm.weight"], self.heads, self.kv_heads, self.eps)
         # Context Keys and Values of all layers come out of one product.
-        self.context_kv = linear([f"layers.{i}.self_attn.{p}_proj" for i in range(self.num_layers) for p in ("k", "v")])
-        self.k_norms = torch.stack([get[f"layers.{i}.self_attn.k_norm.weight"] for i in range(self.num_layers)])[
-            :, None, None
-        ]
+        self.context_kv = linear(
+            [f"layers.{i}.self_attn.{p}_proj" for i in range(self.num_layers) for p in ("k", "v")]
+        )
+        self.k_norms = torch.stack(
+            [get[f"layers.{i}.self_attn.k_norm.weight"] for i in range(self.num_layers)]
+        )[:, None, None]
         self._windowed: dict[int, DFlash] = {}
-        self.rotary = Rotary(Qwen3RotaryEmbedding(parsed), max(self.max_positions, target.max_positions), device)
+        self.rotary = Rotary(
+            Qwen3RotaryEmbedding(parsed), max(self.max_positions, target.max_positions), device
+        )
 
     def _read_config(self, config: Mapping[str, Any]) -> Qwen3Config:
         dflash = config.get("dflash_config") or {}
-        parsed = Qwen3Config(**{k: v for k, v in config.items() if k not in ("architectures", "auto_map")})
-        self.block_size = self.longest_block = int(dflash.get("block_size", config.get("block_size", 16)))
+        parsed = Qwen3Config(
+            **{k: v for k, v in config.items() if k not in ("architectures", "auto_map")}
+        )
+        self.block_size = self.longest_block = int(
+            dflash.get("block_size", config.get("block_size", 16))
+        )
         self.hidden_size: int = parsed.hidden_size
         self.num_layers: int = parsed.num_hidden_layers
         self.heads: int = parsed.num_attention_heads
@@ -97,8 +109,12 @@ class DFlash:
         self.head_dim: int = parsed.head_dim
         self.eps: float = parsed.rms_norm_eps
         self.max_positions: int = parsed.max_position_embeddings
-        self.embedding_scale = float(dflash.get("input_embedding_scale", config.get("input_embedding_scale", 1.0)))
-        self.mask_token = _integer(dflash.get("mask_token_id", config.get("mask_token_id")), "mask_token_id")
+        self.embedding_scale = float(
+            dflash.get("input_embedding_scale", config.get("input_embedding_scale", 1.0))
+        )
+        self.mask_token = _integer(
+            dflash.get("mask_token_id", config.get("mask_token_id")), "mask_token_id"
+        )
         layer_ids = dflash.get("target_layer_ids", config.get("target_layer_ids"))
         if not layer_ids:
             raise SharpDraftError(
@@ -109,35 +125,51 @@ class DFlash:
         return parsed
 
     @classmethod
-    def load(cls, directory: Path, target: Target) -> DFlash:
-        """Read a published checkpoint directory. Raises SharpDraftError for anything that does not fit."""
+    def load(cls, directory: Path, target: CausalLM) -> DFlash:
+        """Read a published checkpoint directory. Raises SharpDraftError for anything that does not
+        fit."""
         config, tensors = read_checkpoint(directory)
         return cls(config, tensors, target)
 
     def windowed(self, window: int) -> DFlash:
-        """The same drafter with every full layer seeing only the last `window` Keys: the rival that keeps their
-        number small by dropping them. Shares the weights; caches are interchangeable."""
+        """The same drafter with every full layer seeing only the last `window` Keys: the rival that
+        keeps their number small by dropping them. Shares the weights; caches are
+        interchangeable."""
         if (known := self._windowed.get(window)) is not None:
             return known
         self._windowed[window] = other = copy(self)
-        other.kinds = tuple(kind if kind.window else replace(kind, window=window) for kind in self.kinds)
+        other.kinds = tuple(
+            kind if kind.window else replace(kind, window=window) for kind in self.kinds
+        )
         layers = zip(self.stack.layers, other.kinds, strict=True)
-        other.stack = replace(self.stack, layers=tuple(replace(layer, kind=kind) for layer, kind in layers))
+        other.stack = replace(
+            self.stack, layers=tuple(replace(layer, kind=kind) for layer, kind in layers)
+        )
         return other
 
-    def _check_target(self, config: Mapping[str, Any], target: Target) -> None:
+    def _check_target(self, config: Mapping[str, Any], target: CausalLM) -> None:
         if self.hidden_size != target.hidden_size:
             raise other_target("hidden size", self.hidden_size, target.hidden_size)
         if config.get("vocab_size") != target.vocab_size:
             raise other_target("vocabulary size", config.get("vocab_size"), target.vocab_size)
         if config.get("num_target_layers", target.num_layers) != target.num_layers:
-            raise other_target("number of target layers", config["num_target_layers"], target.num_layers)
+            raise other_target(
+                "number of target layers", config["num_target_layers"], target.num_layers
+            )
         if not all(0 <= i < target.num_layers for i in self.taps):
-            raise other_target("list of target layer ids", list(self.taps), f"layers are 0 to {target.num_layers - 1}")
+            raise other_target(
+                "list of target layer ids",
+                list(self.taps),
+                f"layers are 0 to {target.num_layers - 1}",
+            )
         if not 0 <= self.mask_token < target.vocab_size:
-            raise other_target("mask token id", self.mask_token, f"vocabulary has {target.vocab_size}")
+            raise other_target(
+                "mask token id", self.mask_token, f"vocabulary has {target.vocab_size}"
+            )
         if self.block_size < 2:
-            raise SharpDraftError(f"the drafter's block_size is {self.block_size}: a block needs at least 2 tokens")
+            raise SharpDraftError(
+                f"the drafter's block_size is {self.block_size}: a block needs at least 2 tokens"
+            )
 
     def new_cache(self, capacity: int) -> KVCache:
         """Room for the context's `capacity` Keys and one block behind them."""
@@ -151,27 +183,35 @@ class DFlash:
         )
 
     @torch.inference_mode()
-    def observe(self, caches: Sequence[KVCache], tokens: Sequence[Sequence[int]], features: Sequence[Tensor]) -> None:
+    def observe(
+        self, caches: Sequence[KVCache], tokens: Sequence[Sequence[int]], features: Sequence[Tensor]
+    ) -> None:
         """Append verified tokens' Keys and Values; see `family.Drafter`."""
         counts = [len(each) for each in tokens]
         segments = Segments(caches, [cache.length for cache in caches], counts, self.rotary)
         keys, values = self._context(segments, features)
-        for cache, own_keys, own_values in zip(caches, keys.split(counts, 2), values.split(counts, 2), strict=True):
+        for cache, own_keys, own_values in zip(
+            caches, keys.split(counts, 2), values.split(counts, 2), strict=True
+        ):
             start, end = cache.length, cache.length + own_keys.shape[2]
             cache.keys[:, 0, :, start:end] = own_keys
             cache.values[:, 0, :, start:end] = own_values
             cache.length = end
 
     def _context(self, rows: Rows, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Rotated Keys, and Values, of verified tokens for all layers, [layers, kv_heads, rows, head_dim]."""
+        """Rotated Keys, and Values, of verified tokens for all layers, [layers, kv_heads, rows,
+        head_dim]."""
         fused = self.fc(torch.cat(list(features), dim=-1))
         context = F.rms_norm(fused, (self.hidden_size,), self.hidden_norm, self.eps)
         shape = (fused.shape[1], self.num_layers, 2, self.kv_heads, self.head_dim)
         keys, values = self.context_kv(context)[0].view(shape).permute(2, 1, 3, 0, 4)
-        return rows.rotate(F.rms_norm(keys, (self.head_dim,), None, self.eps) * self.k_norms), values
+        return rows.rotate(
+            F.rms_norm(keys, (self.head_dim,), None, self.eps) * self.k_norms
+        ), values
 
     def catch_up(self, caches: Sequence[KVCache], policies: Sequence[Policy | None]) -> None:
-        """Nothing is left to do: verified tokens are cached as they are observed, whatever the policy."""
+        """Nothing is left to do: verified tokens are cached as they are observed, whatever the
+        policy."""
 
     @torch.inference_mode()
     def propose(
@@ -183,22 +223,34 @@ class DFlash:
         picks: Sequence[Pick],
         probe: MassProbe | None = None,
     ) -> Tensor:
-        """Draft `count` tokens behind each anchor, whose position is its cache's length; see `family.Drafter`."""
+        """Draft `count` tokens behind each anchor, whose position is its cache's length; see
+        `family.Drafter`."""
         requests, rows = len(caches), count + 1
         contexts, counts = [cache.length for cache in caches], [rows] * requests
         ids = torch.full((requests, rows), self.mask_token)
         ids[:, 0] = torch.tensor(anchors)
-        where = {kind: Segments(caches, contexts, counts, self.rotary, kind) for kind in set(self.kinds)}
+        where = {
+            kind: Segments(caches, contexts, counts, self.rotary, kind) for kind in set(self.kinds)
+        }
         final = self._block(ids.view(1, -1).to(self.target.device), where, policies, probe)
         logits = self.target.head(final.view(requests, rows, self.hidden_size)[:, 1:])
         return torch.stack([pick(own, None) for pick, own in zip(picks, logits, strict=True)])
 
     def propose_fixed(
-        self, cache: KVCache, start: Tensor, anchor: Tensor, count: int, policy: Policy | None, keys: int
+        self,
+        cache: KVCache,
+        start: Tensor,
+        anchor: Tensor,
+        count: int,
+        policy: Policy | None,
+        keys: int,
     ) -> Tensor:
         """Draft greedily by operations on the device alone; see `family.Drafter`."""
         ids = torch.cat((anchor, anchor.new_full((count,), self.mask_token)))[None]
-        where = {kind: FixedRows(cache, start, count + 1, keys, self.rotary, kind) for kind in set(self.kinds)}
+        where = {
+            kind: FixedRows(cache, start, count + 1, keys, self.rotary, kind)
+            for kind in set(self.kinds)
+        }
         final = self._block(ids, where, [policy], None)
         return likeliest(self.target.head(final[:, 1:])[0], None)
 
@@ -207,7 +259,9 @@ class DFlash:
     ) -> None:
         """Append a block's Keys and Values; see `family.Drafter`."""
         rows = FixedRows(cache, start, len(tokens), keys, self.rotary)
-        for whole, new in zip((cache.keys, cache.values), self._context(rows, features), strict=True):
+        for whole, new in zip(
+            (cache.keys, cache.values), self._context(rows, features), strict=True
+        ):
             whole[:, 0].index_copy_(2, rows.at, new)
 
     def accept_fixed(self, cache: KVCache, tokens: Sequence[int]) -> None:
@@ -226,7 +280,9 @@ class DFlash:
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
         gains = {kind: own.gains(policies) for kind, own in where.items()}
-        return self.stack.run(hidden, where, gains, probe=None if probe is None else partial(_show, probe))[1]
+        return self.stack.run(
+            hidden, where, gains, probe=None if probe is None else partial(_show, probe)
+        )[1]
 
 
 def _show(probe: MassProbe, index: int, query: Tensor, keys: Tensor, mask: Tensor | None) -> None:
@@ -247,7 +303,8 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_checkpoint(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and the tensors of a DFlash directory. Raises SharpDraftError where it does not hold them whole."""
+    """config.json and the tensors of a DFlash directory. Raises SharpDraftError where it does not
+    hold them whole."""
     return read_config(directory), read_tensors(directory)
 
 
@@ -256,8 +313,11 @@ def save(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tenso
     write(directory, config, tensors)
 
 
-def _layer_kind(config: Mapping[str, Any], dflash: Mapping[str, Any], parsed: Qwen3Config, layer: int) -> LayerKind:
-    """Causality and window of a layer, in the order of precedence that vLLM and z-lab's package agree on."""
+def _layer_kind(
+    config: Mapping[str, Any], dflash: Mapping[str, Any], parsed: Qwen3Config, layer: int
+) -> LayerKind:
+    """Causality and window of a layer, in the order of precedence that vLLM and z-lab's package
+    agree on."""
     # Where the file names no types, max_window_layers says from which layer on a window slides.
     types = parsed.layer_types
     every_sliding = bool(dflash.get("use_swa", False)) and "sliding_attention" not in types
@@ -286,7 +346,12 @@ def _expected(drafter: DFlash, inner: int, bias: bool) -> dict[str, tuple[int, .
     }
     for i in range(drafter.num_layers):
         attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
-        out_in = {"q_proj": (q, size), "k_proj": (kv, size), "v_proj": (kv, size), "o_proj": (size, q)}
+        out_in = {
+            "q_proj": (q, size),
+            "k_proj": (kv, size),
+            "v_proj": (kv, size),
+            "o_proj": (size, q),
+        }
         for name, shape in out_in.items():
             shapes[f"{attn}.{name}.weight"] = shape
             if bias:
@@ -294,11 +359,16 @@ def _expected(drafter: DFlash, inner: int, bias: bool) -> dict[str, tuple[int, .
         shapes |= {f"{attn}.q_norm.weight": (dim,), f"{attn}.k_norm.weight": (dim,)}
         shapes |= {f"{mlp}.gate_proj.weight": (inner, size), f"{mlp}.up_proj.weight": (inner, size)}
         shapes |= {f"{mlp}.down_proj.weight": (size, inner)}
-        shapes |= {f"layers.{i}.{n}.weight": (size,) for n in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {
+            f"layers.{i}.{n}.weight": (size,)
+            for n in ("input_layernorm", "post_attention_layernorm")
+        }
     return shapes
 
 
 def _integer(value: object, name: str) -> int:
     if not isinstance(value, int):
-        raise SharpDraftError(f"the drafter's config has no integer dflash_config.{name}: is it a DFlash checkpoint?")
+        raise SharpDraftError(
+            f"the drafter's config has no integer dflash_config.{name}: is it a DFlash checkpoint?"
+        )
     return value

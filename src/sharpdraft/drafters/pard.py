@@ -1,10 +1,12 @@
 """PARD (arXiv 2504.18583): a small causal LM that drafts K tokens in one pass, from mask tokens.
 
-It reads the verified tokens as any LM does, and does not look at the target. A pass takes the anchor and K - 1 mask
-tokens behind it; the anchor's row says the first draft, each mask's row the next. Rows are causal: a mask row sees all
-before it, masks included, whose Keys are written over once the real tokens are known.
+It reads the verified tokens as any LM does, and does not look at the target. A pass takes the
+anchor and K - 1 mask tokens behind it; the anchor's row says the first draft, each mask's row the
+next. Rows are causal: a mask row sees all before it, masks included, whose Keys are written over
+once the real tokens are known.
 
-Checkpoints are those that AMD publishes and vLLM loads: a Llama, Qwen2 or Qwen3 LM whose config names its `pard_token`.
+Checkpoints are those that AMD publishes and vLLM loads: a Llama, Qwen2 or Qwen3 LM whose config
+names its `pard_token`.
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import FixedRows
-from ..decode.cache import KVCache
 from ..errors import SharpDraftError
-from ..scale import Policy
-from ..target import Target
+from ..method.scale import Policy
+from ..model.attention import FixedRows
+from ..model.cache import KVCache
+from ..model.causal_lm import CausalLM
+from .base import MassProbe, Pick, likeliest
 from .checkpoint import other_target, read_json
-from .family import MassProbe, Pick, likeliest
 
-_DRAFTS = 7  # Where the config does not say how many it was trained for (`num_drafts`, which is ours).
+_DRAFTS = (
+    7  # Where the config does not say how many it was trained for (`num_drafts`, which is ours).
+)
 _LONGEST = 32
 _READ_ROWS = 512
 
@@ -80,29 +84,41 @@ class Pard:
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, mask_token: int, target: Target, drafts: int = _DRAFTS) -> None:
-        """model: the draft LM; drafts: tokens drafted by default. Raises SharpDraftError if it has not the target's
-        vocabulary."""
-        # A padded embedding has rows behind the vocabulary's end; it must have all that the target can say.
+    def __init__(
+        self, model: CausalLM, mask_token: int, target: CausalLM, drafts: int = _DRAFTS
+    ) -> None:
+        """model: the draft LM; drafts: tokens drafted by default. Raises SharpDraftError if it has
+        not the target's vocabulary."""
+        # A padded embedding has rows behind the vocabulary's end; it must have all that the target
+        # can say.
         if model.vocab_size < target.vocab_size:
             raise other_target("vocabulary size", model.vocab_size, target.vocab_size)
         if not 0 <= mask_token < model.vocab_size:
-            raise SharpDraftError(f"the drafter's pard_token is {mask_token}, its vocabulary has {model.vocab_size}")
+            raise SharpDraftError(
+                f"the drafter's pard_token is {mask_token}, its vocabulary has {model.vocab_size}"
+            )
         self.model, self.mask_token, self.vocab_size = model, mask_token, target.vocab_size
         self.block_size, self.longest_block = min(drafts, _LONGEST) + 1, _LONGEST + 1
 
     @classmethod
-    def load(cls, directory: Path, target: Target) -> Pard:
-        """Read a published checkpoint directory. Raises SharpDraftError for anything that does not fit."""
-        from ..models import load_model
+    def load(cls, directory: Path, target: CausalLM) -> Pard:
+        """Read a published checkpoint directory. Raises SharpDraftError for anything that does not
+        fit."""
+        from ..hub.models import load_model
 
         config = read_json(directory)
         mask, drafts = config.get("pard_token"), config.get("num_drafts", _DRAFTS)
         if not isinstance(mask, int):
-            raise SharpDraftError(f"{directory / 'config.json'} has no pard_token: is it a PARD checkpoint?")
+            raise SharpDraftError(
+                f"{directory / 'config.json'} has no pard_token: is it a PARD checkpoint?"
+            )
         if not isinstance(drafts, int) or drafts < 1:
-            raise SharpDraftError(f"{directory / 'config.json'}: num_drafts is {drafts}, it must be at least 1")
-        return cls(load_model(directory, dtype=target.dtype, device=target.device), mask, target, drafts)
+            raise SharpDraftError(
+                f"{directory / 'config.json'}: num_drafts is {drafts}, it must be at least 1"
+            )
+        return cls(
+            load_model(directory, dtype=target.dtype, device=target.device), mask, target, drafts
+        )
 
     def new_cache(self, capacity: int) -> TokenCache:
         # A draft LM with fewer positions than the target drafts as far as it has any.
@@ -110,7 +126,10 @@ class Pard:
         return TokenCache(self.model.new_cache(room))
 
     def observe(
-        self, caches: Sequence[TokenCache], tokens: Sequence[Sequence[int]], features: Sequence[Tensor] = ()
+        self,
+        caches: Sequence[TokenCache],
+        tokens: Sequence[Sequence[int]],
+        features: Sequence[Tensor] = (),
     ) -> None:
         """Append verified tokens; they are read with the next draft."""
         for cache, own in zip(caches, tokens, strict=True):
@@ -152,10 +171,16 @@ class Pard:
         return torch.stack([pick(own, None) for pick, own in zip(picks, logits, strict=True)])
 
     def propose_fixed(
-        self, cache: TokenCache, start: Tensor, anchor: Tensor, count: int, policy: Policy | None, keys: int
+        self,
+        cache: TokenCache,
+        start: Tensor,
+        anchor: Tensor,
+        count: int,
+        policy: Policy | None,
+        keys: int,
     ) -> Tensor:
-        """Draft greedily by operations on the device alone; see `family.Drafter`. The tokens that may be unread, which
-        are those of a block, are read again."""
+        """Draft greedily by operations on the device alone; see `family.Drafter`. The tokens that
+        may be unread, which are those of a block, are read again."""
         known = count + 1
         read = cache.ids.index_select(0, start - known + torch.arange(known, device=start.device))
         ids = torch.cat((read, anchor, anchor.new_full((count - 1,), self.mask_token)))[None]
@@ -164,7 +189,12 @@ class Pard:
         return likeliest(logits[0, :, : self.vocab_size], None)
 
     def observe_fixed(
-        self, cache: TokenCache, start: Tensor, tokens: Tensor, features: Sequence[Tensor], keys: int
+        self,
+        cache: TokenCache,
+        start: Tensor,
+        tokens: Tensor,
+        features: Sequence[Tensor],
+        keys: int,
     ) -> None:
         """Keep a block's tokens; see `family.Drafter`."""
         cache.ids.index_copy_(0, start + torch.arange(len(tokens), device=start.device), tokens)

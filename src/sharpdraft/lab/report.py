@@ -1,4 +1,5 @@
-"""From the rows of a run to what a person reads: figures by context length with intervals, a table, a picture."""
+"""From the rows of a run to what a person reads: figures by context length with intervals, a table,
+a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from ..errors import SharpDraftError
-from .tasks import bucket_of
+from ..workloads.tasks import bucket_of
 
 _RESAMPLES = 2000
 
@@ -20,19 +21,25 @@ Rows = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its 95 % interval from resampling sessions; the interval is None with fewer than three."""
+    """A figure and its 95 % interval from resampling sessions; the interval is None with fewer than
+    three."""
 
     value: float
     low: float | None = None
     high: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.value:.2f}" if self.low is None else f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return (
+            f"{self.value:.2f}"
+            if self.low is None
+            else f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        )
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One arm in one context bucket. speed is in tokens per second, speedup over AR in the same turns."""
+    """One arm in one context bucket. speed is in tokens per second, speedup over AR in the same
+    turns."""
 
     arm: str
     bucket: int
@@ -46,13 +53,16 @@ class Cell:
 
 
 def summarise(rows: Rows, edges: Sequence[int]) -> list[Cell]:
-    """Every arm in every bucket that was measured. `gain` is MAL minus Frozen's on the same text."""
+    """Every arm in every bucket that was measured. `gain` is MAL minus Frozen's on the same
+    text."""
     cells = []
     for bucket in range(len(edges)):
         inside = [row for row in rows if bucket_of(row["context"], edges) == bucket]
         if not inside:
             continue
-        names = list(inside[0]["arms"]) + [n for n in inside[0]["replayed"] if n not in inside[0]["arms"]]
+        names = list(inside[0]["arms"]) + [
+            n for n in inside[0]["replayed"] if n not in inside[0]["arms"]
+        ]
         for name in sorted(names, key=_order):
             cells.append(_cell(name, bucket, inside))
     return cells
@@ -62,7 +72,11 @@ def _cell(name: str, bucket: int, rows: Rows) -> Cell:
     timed, replayed = name in rows[0]["arms"], name in rows[0]["replayed"]
     place = "arms" if timed else "replayed"
     frozen = f"{name.rpartition(':')[0]}:frozen".removeprefix(":")
-    drafting, ar, compared = name != "ar", "ar" in rows[0]["arms"], frozen in rows[0][place] and name != frozen
+    drafting, ar, compared = (
+        name != "ar",
+        "ar" in rows[0]["arms"],
+        frozen in rows[0][place] and name != frozen,
+    )
     # A short answer has no anchor to measure at, so that one row may lack what others have.
     massed = replayed and any(row["replayed"][name].get("mass") for row in rows)
 
@@ -75,9 +89,13 @@ def _cell(name: str, bucket: int, rows: Rows) -> Cell:
         turns=len(rows),
         tokens=sum(row[place][name]["tokens"] for row in rows),
         speed=over(lambda part: _speed(part, name), timed),
-        speedup=over(lambda part: _speed(part, name) / _speed(part, "ar"), timed and drafting and ar),
+        speedup=over(
+            lambda part: _speed(part, name) / _speed(part, "ar"), timed and drafting and ar
+        ),
         mal=over(lambda part: _mal(part, place, name), drafting),
-        gain=over(lambda part: _mal(part, place, name) - _mal(part, place, frozen), drafting and compared),
+        gain=over(
+            lambda part: _mal(part, place, name) - _mal(part, place, frozen), drafting and compared
+        ),
         mass=over(lambda part: _mass(part, name), massed),
     )
 
@@ -110,7 +128,11 @@ def _mal(rows: Rows, place: str, name: str) -> float:
     for row in rows:
         arm = row[place][name]
         # A server counts its drafts itself; an engine of ours tells every round.
-        drafts, _, right = arm.get("counts") or (len(arm["rounds"]), 0, sum(r[2] for r in arm["rounds"]))
+        drafts, _, right = arm.get("counts") or (
+            len(arm["rounds"]),
+            0,
+            sum(r[2] for r in arm["rounds"]),
+        )
         rounds, accepted = rounds + drafts, accepted + right
     return 1 + accepted / rounds if rounds else float("nan")
 
@@ -155,7 +177,9 @@ def table(cells: Sequence[Cell], edges: Sequence[int], title: str) -> Table:
             shown.add_section()
         name = label(cell.bucket, edges) if cell.bucket != last else ""
         last = cell.bucket
-        shown.add_row(name, cell.arm, *("" if (e := get(cell)) is None else str(e) for _, get in columns))
+        shown.add_row(
+            name, cell.arm, *("" if (e := get(cell)) is None else str(e) for _, get in columns)
+        )
     return shown
 
 
@@ -170,7 +194,9 @@ def figure(cells: Sequence[Cell], edges: Sequence[int], path: Path, title: str) 
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise SharpDraftError('the figure needs matplotlib: pip install "sharpdraft[lab]"') from error
+        raise SharpDraftError(
+            'the figure needs matplotlib: pip install "sharpdraft[lab]"'
+        ) from error
     panels: list[tuple[str, Callable[[Cell], Estimate | None]]] = [
         ("tokens per second", lambda c: c.speed),
         ("mean accepted length", lambda c: c.mal),
@@ -196,7 +222,14 @@ def figure(cells: Sequence[Cell], edges: Sequence[int], path: Path, title: str) 
             if all(e.low is not None and e.high is not None for _, e in points):
                 low = y - np.array([e.low for _, e in points], dtype=float)
                 high = np.array([e.high for _, e in points], dtype=float) - y
-                axis.errorbar(x, y, yerr=np.maximum([low, high], 0), fmt="none", color=colours[name], alpha=0.4)
+                axis.errorbar(
+                    x,
+                    y,
+                    yerr=np.maximum([low, high], 0),
+                    fmt="none",
+                    color=colours[name],
+                    alpha=0.4,
+                )
         axis.set_xticks(range(len(buckets)), [label(b, edges) for b in buckets])
         axis.set_xlabel("context length, tokens")
         axis.set_title(heading)

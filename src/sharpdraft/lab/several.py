@@ -1,4 +1,5 @@
-"""Several drafters of one target on one session, so that they are compared on one prefix that is read once."""
+"""Several drafters of one target on one session, so that they are compared on one prefix that is
+read once."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ..drafters.family import DraftCache, Drafter, MassProbe, Pick
-from ..scale import Policy
+from ..drafters.base import DraftCache, Drafter, MassProbe, Pick
+from ..method.scale import Policy
 
 
 class Several:
     """A drafter made of several: one drafts at a time, or none, and then all read along.
 
-    While one is chosen the others read nothing, so that its time is its own; they catch up from where they were.
+    While one is chosen the others read nothing, so that its time is its own; they catch up from
+    where they were.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter[Any]]) -> None:
@@ -25,7 +27,11 @@ class Several:
 
     @property
     def block_size(self) -> int:
-        return self.drafters[self.chosen].block_size if self.chosen else min(d.block_size for d in self._reading())
+        return (
+            self.drafters[self.chosen].block_size
+            if self.chosen
+            else min(d.block_size for d in self._reading())
+        )
 
     @property
     def longest_block(self) -> int:
@@ -35,10 +41,15 @@ class Several:
         return list(self.drafters.values()) if self.chosen is None else [self.drafters[self.chosen]]
 
     def new_cache(self, capacity: int) -> SeveralCaches:
-        return SeveralCaches(self, {name: each.new_cache(capacity) for name, each in self.drafters.items()})
+        return SeveralCaches(
+            self, {name: each.new_cache(capacity) for name, each in self.drafters.items()}
+        )
 
     def observe(
-        self, caches: Sequence[SeveralCaches], tokens: Sequence[Sequence[int]], features: Sequence[Tensor]
+        self,
+        caches: Sequence[SeveralCaches],
+        tokens: Sequence[Sequence[int]],
+        features: Sequence[Tensor],
     ) -> None:
         states = dict(zip(self.taps, features, strict=True))
         for name, drafter in self.drafters.items():
@@ -48,7 +59,9 @@ class Several:
 
     def catch_up(self, caches: Sequence[SeveralCaches], policies: Sequence[Policy | None]) -> None:
         if self.chosen is not None:
-            self.drafters[self.chosen].catch_up([cache.parts[self.chosen] for cache in caches], policies)
+            self.drafters[self.chosen].catch_up(
+                [cache.parts[self.chosen] for cache in caches], policies
+            )
 
     def propose(
         self,
@@ -64,14 +77,25 @@ class Several:
         return self.drafters[self.chosen].propose(own, anchors, count, policies, picks, probe)
 
     def propose_fixed(
-        self, cache: SeveralCaches, start: Tensor, anchor: Tensor, count: int, policy: Policy | None, keys: int
+        self,
+        cache: SeveralCaches,
+        start: Tensor,
+        anchor: Tensor,
+        count: int,
+        policy: Policy | None,
+        keys: int,
     ) -> Tensor:
         assert self.chosen is not None
         own = cache.parts[self.chosen]
         return self.drafters[self.chosen].propose_fixed(own, start, anchor, count, policy, keys)
 
     def observe_fixed(
-        self, cache: SeveralCaches, start: Tensor, tokens: Tensor, features: Sequence[Tensor], keys: int
+        self,
+        cache: SeveralCaches,
+        start: Tensor,
+        tokens: Tensor,
+        features: Sequence[Tensor],
+        keys: int,
     ) -> None:
         assert self.chosen is not None
         states, drafter = dict(zip(self.taps, features, strict=True)), self.drafters[self.chosen]
@@ -91,7 +115,9 @@ class SeveralCaches:
 
     @property
     def length(self) -> int:
-        return min(part.length for name, part in self.parts.items() if self.of.chosen in (None, name))
+        return min(
+            part.length for name, part in self.parts.items() if self.of.chosen in (None, name)
+        )
 
     @length.setter
     def length(self, length: int) -> None:

@@ -1,7 +1,7 @@
 """Distilling a DFlash drafter from text that its target wrote.
 
-Many blocks of a sequence are trained at once: each block is an anchor token and mask tokens, sees the
-context before its anchor and itself, and learns what the target says at each of its positions.
+Many blocks of a sequence are trained at once: each block is an anchor token and mask tokens, sees
+the context before its anchor and itself, and learns what the target says at each of its positions.
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import additive, attend, rotate
 from ..drafters.dflash import ARCHITECTURE, DFlash, read_checkpoint, save
-from ..target import Target
+from ..model.attention import additive, attend, rotate
+from ..model.causal_lm import CausalLM
 from . import trainer
-from .corpus import Corpus, draw_anchors, labels_behind, robust_scale, sample_features, states_before
+from .corpus import (
+    Corpus,
+    draw_anchors,
+    labels_behind,
+    robust_scale,
+    sample_features,
+    states_before,
+)
 from .modules import MLP, Attention, Norm, start_from
 from .trainer import Chains, going_on
 
@@ -44,8 +51,8 @@ class Recipe(trainer.Recipe):
 
     @classmethod
     def of(cls, directory: Path) -> Recipe:
-        """The recipe that goes on with a drafter: its shape, fewer steps and a lower rate. Raises SharpDraftError for a
-        directory that holds no DFlash checkpoint."""
+        """The recipe that goes on with a drafter: its shape, fewer steps and a lower rate. Raises
+        SharpDraftError for a directory that holds no DFlash checkpoint."""
         config, _ = read_checkpoint(directory)
         with going_on(directory):
             return cls(
@@ -61,12 +68,14 @@ class Recipe(trainer.Recipe):
 
 
 class TrainableDFlash(nn.Module):
-    """DFlash's parameters under their published names, and a forward over many blocks of many sequences."""
+    """DFlash's parameters under their published names, and a forward over many blocks of many
+    sequences."""
 
     scale: Tensor
 
-    def __init__(self, target: Target, recipe: Recipe, scale: Tensor) -> None:
-        """scale [taps * hidden]: see `robust_scale`; features are divided by it, within the fusion product."""
+    def __init__(self, target: CausalLM, recipe: Recipe, scale: Tensor) -> None:
+        """scale [taps * hidden]: see `robust_scale`; features are divided by it, within the fusion
+        product."""
         super().__init__()
         self.register_buffer("scale", scale)
         config = target.config
@@ -75,7 +84,14 @@ class TrainableDFlash(nn.Module):
         self.fc = nn.Linear(len(recipe.taps) * self.hidden, self.hidden, bias=False)
         self.hidden_norm = Norm(self.hidden, eps=self.eps)
         self.layers = nn.ModuleList(
-            _Block(self.hidden, config.intermediate_size, self.heads, self.kv_heads, self.head_dim, self.eps)
+            _Block(
+                self.hidden,
+                config.intermediate_size,
+                self.heads,
+                self.kv_heads,
+                self.head_dim,
+                self.eps,
+            )
             for _ in range(recipe.layers)
         )
         self.norm = Norm(self.hidden, eps=self.eps)
@@ -84,7 +100,8 @@ class TrainableDFlash(nn.Module):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take a drafter's weights under their published names; the features' scale comes out of the fusion's."""
+        """Take a drafter's weights under their published names; the features' scale comes out of
+        the fusion's."""
         for name, parameter in self.named_parameters():
             parameter.copy_(tensors[name])
         self.fc.weight *= self.scale
@@ -96,7 +113,7 @@ class TrainableDFlash(nn.Module):
         return named
 
     @torch.no_grad()
-    def _start_from(self, target: Target, recipe: Recipe) -> None:
+    def _start_from(self, target: CausalLM, recipe: Recipe) -> None:
         """Start from layers of the target, and from its last tap passed through."""
         generator = torch.Generator(self.fc.weight.device).manual_seed(recipe.seed)
         nn.init.normal_(self.fc.weight, std=0.02, generator=generator)
@@ -109,14 +126,19 @@ class TrainableDFlash(nn.Module):
         self.norm.weight.copy_(target.stack.norm)
 
     def forward(self, features: Tensor, blocks: Tensor, anchors: Tensor) -> Tensor:
-        """features [batch, context, taps * hidden]; blocks (embeddings) [batch, anchors, block, hidden];
-        anchors (positions) [batch, anchors]. Returns hidden states [batch, anchors, block, hidden]."""
+        """features [batch, context, taps * hidden]; blocks (embeddings) [batch, anchors, block,
+        hidden]; anchors (positions) [batch, anchors]. Returns hidden states [batch, anchors, block,
+        hidden]."""
         batch, count, size, width = blocks.shape
         length = features.shape[1]
         context = self.hidden_norm(F.linear(features, self.fc.weight / self.scale))
-        at = (anchors[..., None] + torch.arange(size, device=anchors.device)).view(batch, count * size)
+        at = (anchors[..., None] + torch.arange(size, device=anchors.device)).view(
+            batch, count * size
+        )
         mask = additive(block_mask(anchors, size, length), context.dtype)[:, None]
-        tables = [(table[:length], table[at][:, None]) for table in (self.rotary.cos, self.rotary.sin)]
+        tables = [
+            (table[:length], table[at][:, None]) for table in (self.rotary.cos, self.rotary.sin)
+        ]
         hidden = blocks.reshape(batch, count * size, width)
         for layer in self.layers:
             hidden = layer(hidden, context, tables, mask)
@@ -131,14 +153,18 @@ class _NormedAttention(Attention):
 
 
 class _Block(nn.Module):
-    def __init__(self, hidden: int, inner: int, heads: int, kv_heads: int, dim: int, eps: float) -> None:
+    def __init__(
+        self, hidden: int, inner: int, heads: int, kv_heads: int, dim: int, eps: float
+    ) -> None:
         super().__init__()
         self.self_attn = _NormedAttention(hidden, heads, kv_heads, dim, eps)
         self.mlp = MLP(hidden, inner)
         self.input_layernorm = Norm(hidden, eps=eps)
         self.post_attention_layernorm = Norm(hidden, eps=eps)
 
-    def forward(self, hidden: Tensor, context: Tensor, tables: Sequence[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Tensor, context: Tensor, tables: Sequence[tuple[Tensor, Tensor]], mask: Tensor
+    ) -> Tensor:
         (context_cos, cos), (context_sin, sin) = tables
         attn, split = self.self_attn, self.self_attn.split
         normed = self.input_layernorm(hidden)
@@ -147,14 +173,16 @@ class _Block(nn.Module):
         past = rotate(attn.k_norm(split(attn.k_proj(context))), context_cos, context_sin)
         keys = torch.cat((past, own), dim=2)
         values = torch.cat((split(attn.v_proj(context)), split(attn.v_proj(normed))), dim=2)
-        hidden = hidden + attn.o_proj(attend(query, keys.to(query.dtype), values.to(query.dtype), mask))
+        hidden = hidden + attn.o_proj(
+            attend(query, keys.to(query.dtype), values.to(query.dtype), mask)
+        )
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
 
 def block_mask(anchors: Tensor, block: int, length: int) -> Tensor:
-    """Visible Keys bool [batch, anchors * block, length + anchors * block]: the context before the anchor,
-    then the row's own block."""
+    """Visible Keys bool [batch, anchors * block, length + anchors * block]: the context before the
+    anchor, then the row's own block."""
     rows = anchors.repeat_interleave(block, dim=1)
     owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block)
     context = torch.arange(length, device=anchors.device) < rows[..., None]
@@ -167,9 +195,16 @@ class Trainer(trainer.Trainer):
     module: TrainableDFlash
 
     def __init__(
-        self, target: Target, recipe: Recipe, train: Corpus, held: Corpus, out: Path, start: Path | None = None
+        self,
+        target: CausalLM,
+        recipe: Recipe,
+        train: Corpus,
+        held: Corpus,
+        out: Path,
+        start: Path | None = None,
     ) -> None:
-        """start: a drafter to go on from. Raises SharpDraftError where it is not one for this target."""
+        """start: a drafter to go on from. Raises SharpDraftError where it is not one for this
+        target."""
         self.chain = recipe.block - 1
         with torch.device(target.device):
             scale = robust_scale(sample_features(train, recipe.taps)).to(target.device)
@@ -180,7 +215,9 @@ class Trainer(trainer.Trainer):
             module.load(tensors)
         super().__init__(target, recipe, train, held, out, module)
 
-    def chains(self, corpus: Corpus, rows: Sequence[int], generator: torch.Generator, training: bool) -> Chains:
+    def chains(
+        self, corpus: Corpus, rows: Sequence[int], generator: torch.Generator, training: bool
+    ) -> Chains:
         recipe = self.recipe
         tokens, written = corpus.tokens[list(rows)], corpus.written[list(rows)]
         anchors, usable = draw_anchors(written, recipe.anchors, recipe.block, generator)
@@ -206,7 +243,10 @@ class Trainer(trainer.Trainer):
                 "model_type": "qwen3",
                 "dtype": "bfloat16",
                 "block_size": recipe.block,
-                "dflash_config": {"target_layer_ids": list(recipe.taps), "mask_token_id": recipe.mask_token},
+                "dflash_config": {
+                    "target_layer_ids": list(recipe.taps),
+                    "mask_token_id": recipe.mask_token,
+                },
                 "num_target_layers": self.target.num_layers,
                 "vocab_size": self.target.vocab_size,
                 "hidden_size": self.target.hidden_size,

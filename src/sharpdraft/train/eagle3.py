@@ -1,8 +1,9 @@
 """Distilling an EAGLE 3.1 drafter from text that its target wrote.
 
-Many chains of a sequence are trained at once: each starts at an anchor, from the target's state before it, and goes on
-from its own states, as it will when it drafts (training-time test, EAGLE-3, arXiv 2503.01840). EAGLE 3.1 (arXiv
-2605.09992) norms every tapped state before the fusion and hands on its state after the final norm.
+Many chains of a sequence are trained at once: each starts at an anchor, from the target's state
+before it, and goes on from its own states, as it will when it drafts (training-time test, EAGLE-3,
+arXiv 2503.01840). EAGLE 3.1 (arXiv 2605.09992) norms every tapped state before the fusion and hands
+on its state after the final norm.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import additive, attend, rotate
 from ..drafters.checkpoint import read_json, read_tensors
 from ..drafters.eagle3 import Eagle3, save
-from ..target import Target
+from ..model.attention import additive, attend, rotate
+from ..model.causal_lm import CausalLM
 from . import trainer
-from .corpus import Corpus, draw_anchors, labels_behind, robust_scale, sample_features, states_before
+from .corpus import (
+    Corpus,
+    draw_anchors,
+    labels_behind,
+    robust_scale,
+    sample_features,
+    states_before,
+)
 from .modules import MLP, Attention, Norm, start_from
 from .trainer import Chains, going_on
 
@@ -47,8 +55,9 @@ class Recipe(trainer.Recipe):
 
     @classmethod
     def of(cls, directory: Path) -> Recipe:
-        """The recipe that goes on with a drafter: its shape, fewer steps and a lower rate. Raises SharpDraftError for
-        a directory that holds no EAGLE 3.1 checkpoint with a draft vocabulary."""
+        """The recipe that goes on with a drafter: its shape, fewer steps and a lower rate. Raises
+        SharpDraftError for a directory that holds no EAGLE 3.1 checkpoint with a draft
+        vocabulary."""
         config = read_json(directory)
         with going_on(directory):
             if not (config["fc_norm"] and config["norm_output"]):
@@ -64,14 +73,15 @@ class Recipe(trainer.Recipe):
 
 
 class TrainableEagle3(nn.Module):
-    """EAGLE 3.1's parameters under their published names, and a forward over many chains of many sequences."""
+    """EAGLE 3.1's parameters under their published names, and a forward over many chains of many
+    sequences."""
 
     scale: Tensor
     drafted: Tensor
 
-    def __init__(self, target: Target, recipe: Recipe, scale: Tensor, drafted: Tensor) -> None:
-        """scale [taps, hidden]: see `robust_scale`, of normed states, which are divided by it within their norm;
-        drafted int64: the tokens that can be drafted, ascending."""
+    def __init__(self, target: CausalLM, recipe: Recipe, scale: Tensor, drafted: Tensor) -> None:
+        """scale [taps, hidden]: see `robust_scale`, of normed states, which are divided by it
+        within their norm; drafted int64: the tokens that can be drafted, ascending."""
         super().__init__()
         self.register_buffer("scale", scale)
         self.register_buffer("drafted", drafted)
@@ -85,7 +95,7 @@ class TrainableEagle3(nn.Module):
             self._start_from(target, recipe, recipe.start_layer)
 
     @torch.no_grad()
-    def _start_from(self, target: Target, recipe: Recipe, source: int) -> None:
+    def _start_from(self, target: CausalLM, recipe: Recipe, source: int) -> None:
         """Start from a layer of the target that reads the last tap passed through."""
         generator = torch.Generator(self.fc.weight.device).manual_seed(recipe.seed)
         nn.init.normal_(self.fc.weight, std=0.02, generator=generator)
@@ -104,7 +114,8 @@ class TrainableEagle3(nn.Module):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take a drafter's weights under their published names; the states' scale comes out of their norms."""
+        """Take a drafter's weights under their published names; the states' scale comes out of
+        their norms."""
         named = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
         for name, parameter in self.named_parameters():
             parameter.copy_(named[name])
@@ -120,18 +131,23 @@ class TrainableEagle3(nn.Module):
         return named
 
     def forward(self, taps: Tensor, tokens: Tensor, anchors: Tensor, chain: int) -> Tensor:
-        """taps [batch, context, taps, hidden]; tokens (embeddings) [batch, context, hidden]; anchors (positions, from 1
-        on) [batch, chains]. Returns hidden states [batch, chains, chain, hidden]."""
+        """taps [batch, context, taps, hidden]; tokens (embeddings) [batch, context, hidden];
+        anchors (positions, from 1 on) [batch, chains]. Returns hidden states [batch, chains, chain,
+        hidden]."""
         batch, count = anchors.shape
         length = tokens.shape[1]
-        normed = [norm(taps[:, :, i]) / self.scale[i].to(taps.dtype) for i, norm in enumerate(self.fc_norm)]
+        normed = [
+            norm(taps[:, :, i]) / self.scale[i].to(taps.dtype)
+            for i, norm in enumerate(self.fc_norm)
+        ]
         states = self.fc(torch.cat(normed, dim=-1))
         layer, row = self.layer, torch.arange(batch, device=anchors.device)[:, None]
         cos, sin = self.rotary.cos, self.rotary.sin
         pairs = layer.pair(states[:, :-1], tokens[:, 1:])
         keys = [rotate(layer.keys(pairs), cos[: length - 1], sin[: length - 1])]
         values = [layer.values(pairs)]
-        # A chain's first row stands at the position before its anchor, whose pair the anchor completes.
+        # A chain's first row stands at the position before its anchor, whose pair the anchor
+        # completes.
         seen = [torch.arange(length - 1, device=anchors.device) < anchors[..., None]]
         own = torch.eye(count, dtype=torch.bool, device=anchors.device).expand(batch, -1, -1)
         state, outputs = states[row, anchors - 1], []
@@ -145,7 +161,12 @@ class TrainableEagle3(nn.Module):
                 seen.append(own)
             query = rotate(layer.queries(pair), *turn)
             mask = additive(torch.cat(seen, dim=-1), query.dtype)[:, None]
-            mixed = attend(query, torch.cat(keys, 2).to(query.dtype), torch.cat(values, 2).to(query.dtype), mask)
+            mixed = attend(
+                query,
+                torch.cat(keys, 2).to(query.dtype),
+                torch.cat(values, 2).to(query.dtype),
+                mask,
+            )
             state = self.norm(layer(state, mixed))
             outputs.append(state)
         return torch.stack(outputs, dim=2)
@@ -162,7 +183,9 @@ class _Layer(nn.Module):
 
     def pair(self, states: Tensor, tokens: Tensor) -> Tensor:
         """[..., hidden] of each -> [..., 2 * hidden]"""
-        return torch.cat((self.input_layernorm(tokens).to(states.dtype), self.hidden_norm(states)), dim=-1)
+        return torch.cat(
+            (self.input_layernorm(tokens).to(states.dtype), self.hidden_norm(states)), dim=-1
+        )
 
     def queries(self, pairs: Tensor) -> Tensor:
         return self.self_attn.split(self.self_attn.q_proj(pairs))
@@ -182,8 +205,8 @@ class _Layer(nn.Module):
 def frequent_tokens(corpus: Corpus, count: int, vocab: int) -> Tensor:
     """The `count` tokens that the target wrote most often, int64 ascending.
 
-    Of those that it wrote less than three times, which is chance, the first: tokenizers number what is frequent in text
-    at large before what is rare.
+    Of those that it wrote less than three times, which is chance, the first: tokenizers number what
+    is frequent in text at large before what is rare.
     """
     often = torch.bincount(corpus.tokens[corpus.written], minlength=vocab)
     often[often < 3] = 0
@@ -195,9 +218,16 @@ class Trainer(trainer.Trainer):
     module: TrainableEagle3
 
     def __init__(
-        self, target: Target, recipe: Recipe, train: Corpus, held: Corpus, out: Path, start: Path | None = None
+        self,
+        target: CausalLM,
+        recipe: Recipe,
+        train: Corpus,
+        held: Corpus,
+        out: Path,
+        start: Path | None = None,
     ) -> None:
-        """start: a drafter to go on from. Raises SharpDraftError where it is not one for this target."""
+        """start: a drafter to go on from. Raises SharpDraftError where it is not one for this
+        target."""
         self.chain = recipe.chain
         tensors: dict[str, Tensor] = {}
         if start is not None:
@@ -217,14 +247,20 @@ class Trainer(trainer.Trainer):
     def drafted_tokens(self) -> Tensor:
         return self.module.drafted.cpu()
 
-    def chains(self, corpus: Corpus, rows: Sequence[int], generator: torch.Generator, training: bool) -> Chains:
+    def chains(
+        self, corpus: Corpus, rows: Sequence[int], generator: torch.Generator, training: bool
+    ) -> Chains:
         recipe = self.recipe
         tokens, written = corpus.tokens[list(rows)], corpus.written[list(rows)]
         anchors, usable = draw_anchors(written, recipe.anchors, recipe.chain + 1, generator)
         anchors.clamp_(min=1)
         labels, valid = labels_behind(tokens, written, anchors, recipe.chain)
         valid &= usable[..., None]
-        taps = corpus.features(rows, recipe.taps).unflatten(-1, (-1, corpus.hidden)).to(self.device, self.dtype)
+        taps = (
+            corpus.features(rows, recipe.taps)
+            .unflatten(-1, (-1, corpus.hidden))
+            .to(self.device, self.dtype)
+        )
         embedded = F.embedding(tokens.to(self.device), self.embedding)
         with self.autocast():
             hidden = self.module(taps, embedded, anchors.to(self.device), recipe.chain)
@@ -236,8 +272,12 @@ class Trainer(trainer.Trainer):
         recipe, target, config = self.recipe, self.target, self.target.config
         drafted = self.drafted_tokens()
         parameters = dict(config.rope_parameters)
-        tensors = {name: tensor.to(torch.bfloat16) for name, tensor in self.module.tensors().items()}
-        tensors["lm_head.weight"] = target.head.weight[drafted.to(target.device)].cpu().to(torch.bfloat16)
+        tensors = {
+            name: tensor.to(torch.bfloat16) for name, tensor in self.module.tensors().items()
+        }
+        tensors["lm_head.weight"] = (
+            target.head.weight[drafted.to(target.device)].cpu().to(torch.bfloat16)
+        )
         tensors["d2t"] = drafted - torch.arange(len(drafted))
         tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool)
         tensors["t2d"][drafted] = True

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..target import Target
+from ..model.causal_lm import CausalLM
 
 
 class Norm(nn.RMSNorm):
@@ -17,7 +17,8 @@ class Norm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Projections of grouped attention; `inputs` is the width that Query, Key and Value are made from."""
+    """Projections of grouped attention; `inputs` is the width that Query, Key and Value are made
+    from."""
 
     def __init__(self, inputs: int, hidden: int, heads: int, kv_heads: int, dim: int) -> None:
         super().__init__()
@@ -45,13 +46,15 @@ class MLP(nn.Module):
 
 
 @torch.no_grad()
-def start_from(attn: Attention, mlp: MLP, target: Target, source: int) -> None:
-    """Take over the weights of the target's layer `source`. Where Queries, Keys and Values are made from more than a
-    hidden state, the state comes last and what is before it starts at zero."""
+def start_from(attn: Attention, mlp: MLP, target: CausalLM, source: int) -> None:
+    """Take over the weights of the target's layer `source`. Where Queries, Keys and Values are made
+    from more than a hidden state, the state comes last and what is before it starts at zero."""
     layer = target.stack.layers[source]
     width = target.hidden_size
     sizes = [m.weight.shape[0] for m in (attn.q_proj, attn.k_proj, attn.v_proj)]
-    for module, weight in zip((attn.q_proj, attn.k_proj, attn.v_proj), layer.qkv.weight.split(sizes), strict=True):
+    for module, weight in zip(
+        (attn.q_proj, attn.k_proj, attn.v_proj), layer.qkv.weight.split(sizes), strict=True
+    ):
         module.weight.zero_()
         module.weight[:, -width:] = weight.float()
     attn.o_proj.weight.copy_(layer.out.weight)

@@ -1,8 +1,10 @@
-"""Making a PARD drafter (arXiv 2504.18583) out of its target: some of its layers, its embedding and its head.
+"""Making a PARD drafter (arXiv 2504.18583) out of its target: some of its layers, its embedding and
+its head.
 
-First the cut model learns to be a language model again, on text that the target wrote; then it learns to draft
-several tokens at once, from mask tokens behind every position. Of the masks of one depth only a share goes on to the
-next (conditional drop), so that a step costs about as much however many tokens are drafted.
+First the cut model learns to be a language model again, on text that the target wrote; then it
+learns to draft several tokens at once, from mask tokens behind every position. Of the masks of one
+depth only a share goes on to the next (conditional drop), so that a step costs about as much
+however many tokens are drafted.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..attention import additive
 from ..drafters.checkpoint import read_json, read_tensors
-from ..models import quiet_transformers
-from ..target import Target
+from ..hub.models import quiet_transformers
+from ..model.attention import additive
+from ..model.causal_lm import CausalLM
 from . import trainer
 from .corpus import Corpus, draw_anchors, labels_behind, states_before
 from .trainer import Chains, going_on
@@ -52,8 +54,8 @@ class Recipe(trainer.Recipe):
 
     @classmethod
     def of(cls, directory: Path) -> Recipe:
-        """The recipe that goes on with a drafter: its shape, fewer steps and a lower rate, masks from the start. Raises
-        SharpDraftError for a directory that holds no PARD checkpoint."""
+        """The recipe that goes on with a drafter: its shape, fewer steps and a lower rate, masks
+        from the start. Raises SharpDraftError for a directory that holds no PARD checkpoint."""
         config = read_json(directory)
         with going_on(directory):
             return cls(
@@ -66,8 +68,9 @@ class Recipe(trainer.Recipe):
             )
 
 
-def cut(target: Target, layers: Sequence[int]) -> Any:
-    """A causal LM of transformers, float32: the target's embedding, head and final norm, and some of its layers."""
+def cut(target: CausalLM, layers: Sequence[int]) -> Any:
+    """A causal LM of transformers, float32: the target's embedding, head and final norm, and some
+    of its layers."""
     changes = {"num_hidden_layers": len(layers), "layer_types": None}
     config = AutoConfig.for_model(**{**target.config.to_dict(), **changes})
     with torch.device("meta"):
@@ -105,16 +108,21 @@ def cut(target: Target, layers: Sequence[int]) -> Any:
 
 
 def mask_rows(anchors: int, chain: int, kept: float) -> tuple[Tensor, Tensor]:
-    """Which chain, and how deep in it (from 1), each mask row is, int64 [rows]: `anchors` rows of depth 1, and of each
-    further depth the share `kept` of the one before, always of the first chains."""
-    rows = [(i, depth + 1) for depth in range(chain - 1) for i in range(max(1, round(anchors * kept**depth)))]
+    """Which chain, and how deep in it (from 1), each mask row is, int64 [rows]: `anchors` rows of
+    depth 1, and of each further depth the share `kept` of the one before, always of the first
+    chains."""
+    rows = [
+        (i, depth + 1)
+        for depth in range(chain - 1)
+        for i in range(max(1, round(anchors * kept**depth)))
+    ]
     chains, depths = torch.tensor(rows, dtype=torch.long).view(-1, 2).T
     return chains, depths
 
 
 def visible(anchors: Tensor, chains: Tensor, depths: Tensor, length: int) -> Tensor:
-    """What each row sees, bool [batch, length + masks, length + masks]: a token all up to itself, a mask all up to its
-    chain's anchor and its own chain's masks up to itself."""
+    """What each row sees, bool [batch, length + masks, length + masks]: a token all up to itself, a
+    mask all up to its chain's anchor and its own chain's masks up to itself."""
     batch, masks = len(anchors), len(chains)
     tokens = torch.ones(length, length, dtype=torch.bool).tril().expand(batch, -1, -1)
     before = torch.arange(length) <= anchors[:, chains, None]
@@ -127,9 +135,16 @@ class Trainer(trainer.Trainer):
     recipe: Recipe
 
     def __init__(
-        self, target: Target, recipe: Recipe, train: Corpus, held: Corpus, out: Path, start: Path | None = None
+        self,
+        target: CausalLM,
+        recipe: Recipe,
+        train: Corpus,
+        held: Corpus,
+        out: Path,
+        start: Path | None = None,
     ) -> None:
-        """start: a drafter to go on from. Raises SharpDraftError where it is not one for this target."""
+        """start: a drafter to go on from. Raises SharpDraftError where it is not one for this
+        target."""
         self.chain = recipe.chain
         self.model = cut(target, recipe.start_layers)
         if start is not None:
@@ -142,7 +157,9 @@ class Trainer(trainer.Trainer):
         body.embed_tokens.requires_grad_(False)
         super().__init__(target, recipe, train, held, out, body)
 
-    def chains(self, corpus: Corpus, rows: Sequence[int], generator: torch.Generator, training: bool) -> Chains:
+    def chains(
+        self, corpus: Corpus, rows: Sequence[int], generator: torch.Generator, training: bool
+    ) -> Chains:
         recipe = self.recipe
         tokens, written = corpus.tokens[list(rows)], corpus.written[list(rows)]
         batch, length = tokens.shape
@@ -166,7 +183,9 @@ class Trainer(trainer.Trainer):
         at = place[valid]
         sequence = torch.arange(batch)[:, None, None].expand(valid.shape)[valid]
         final = states_before(corpus.final(rows), every, chain)
-        return Chains(hidden[sequence.to(self.device), at.to(self.device)], final[valid], labels, valid)
+        return Chains(
+            hidden[sequence.to(self.device), at.to(self.device)], final[valid], labels, valid
+        )
 
     def _forward(self, tokens: Tensor, anchors: Tensor, of: Tensor, depths: Tensor) -> Tensor:
         """Hidden states [batch, length + masks, hidden]."""

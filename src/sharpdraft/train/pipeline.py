@@ -1,4 +1,5 @@
-"""The whole way from a target to a drafter: text, training, checkpoint; and the recording of sessions."""
+"""The whole way from a target to a drafter: text, training, checkpoint; and the recording of
+sessions."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..errors import SharpDraftError
-from ..lab.tasks import built_in, turns_of
-from ..linear import fast_bfloat16
-from ..models import load_target, pick_device, stop_tokens
-from ..target import Target
+from ..hub.models import load_target, pick_device, stop_tokens
+from ..model.causal_lm import CausalLM
+from ..model.linear import fast_bfloat16
+from ..workloads.tasks import built_in, turns_of
 from . import dflash, eagle3, pard, prompts
 from .corpus import Corpus
 from .sessions import chat_tokens, save_wave, session_turns, write_wave
@@ -26,7 +27,11 @@ from .trainer import Recipe, Trainer
 ProgressBar = Callable[[int, str], AbstractContextManager[tuple[Any, Any]]]
 
 _FAMILIES = {"dflash": dflash, "eagle3": eagle3, "pard": pard}
-RECIPES: dict[str, Recipe] = {"dflash": dflash.Recipe(), "eagle3": eagle3.Recipe(), "pard": pard.Recipe()}
+RECIPES: dict[str, Recipe] = {
+    "dflash": dflash.Recipe(),
+    "eagle3": eagle3.Recipe(),
+    "pard": pard.Recipe(),
+}
 
 _HELD_OUT_WAVES = 1
 
@@ -46,12 +51,13 @@ def distil(
     first_wave: int = 0,
     progress: ProgressBar,
 ) -> Path:
-    """Write `tokens` tokens of text in waves, train a drafter of `family` on them, export; what is already there is
-    kept.
+    """Write `tokens` tokens of text in waves, train a drafter of `family` on them, export; what is
+    already there is kept.
 
-    text: where the text is or goes; default `out`/text. It may be another family's, if it holds the layers that this
-    one reads. start: a drafter's directory to go on from, instead of layers of the target. first_wave: number of the
-    first wave of text, each number being another text, so that a drafter can go on with text it has not seen.
+    text: where the text is or goes; default `out`/text. It may be another family's, if it holds the
+    layers that this one reads. start: a drafter's directory to go on from, instead of layers of the
+    target. first_wave: number of the first wave of text, each number being another text, so that a
+    drafter can go on with text it has not seen.
 
     Returns the drafter's directory. Raises SharpDraftError when a file cannot be written or read.
     """
@@ -62,9 +68,13 @@ def distil(
         recipe = replace(recipe, steps=steps)
     deepest = max((*recipe.reads, *(() if start else recipe.starts)), default=0)
     if deepest >= target.num_layers:
-        raise SharpDraftError(f"the recipe needs a target's layer {deepest}; this one has {target.num_layers} layers")
+        raise SharpDraftError(
+            f"the recipe needs a target's layer {deepest}; this one has {target.num_layers} layers"
+        )
     if context > target.max_positions:
-        raise SharpDraftError(f"--context {context}: this target takes at most {target.max_positions} tokens")
+        raise SharpDraftError(
+            f"--context {context}: this target takes at most {target.max_positions} tokens"
+        )
     folder = text or out / "text"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +83,9 @@ def distil(
         waves = max(1, round(tokens / (batch * context)))
 
         def wave(number: int, held_out: bool) -> Path:
-            return _wave(target, tokenizer, folder, number, held_out, batch, context, taps, progress)
+            return _wave(
+                target, tokenizer, folder, number, held_out, batch, context, taps, progress
+            )
 
         held = Corpus([wave(i, True) for i in range(_HELD_OUT_WAVES)], taps)
         train = Corpus([wave(i, False) for i in range(first_wave, first_wave + waves)], taps)
@@ -86,31 +98,51 @@ def distil(
                 nonlocal held_text
                 if "held_mal" in row:
                     held_text = f", held out {row['held_mal']:.2f}"
-                bar.update(task, completed=row["step"], description=f"training: MAL {row['mal']:.2f}{held_text}")
+                bar.update(
+                    task,
+                    completed=row["step"],
+                    description=f"training: MAL {row['mal']:.2f}{held_text}",
+                )
 
             trainer.run(on_step)
         trainer.export(out / "drafter")
     except SafetensorError as error:
-        raise SharpDraftError(f"a wave in {folder} is corrupt ({error}): remove it and run again") from error
+        raise SharpDraftError(
+            f"a wave in {folder} is corrupt ({error}): remove it and run again"
+        ) from error
     except OSError as error:
-        raise SharpDraftError(f"cannot write to {out} ({error}): make room and run the same command again") from error
+        raise SharpDraftError(
+            f"cannot write to {out} ({error}): make room and run the same command again"
+        ) from error
     return out / "drafter"
 
 
 def record_sessions(
-    target_name: str, out: Path, *, sessions: int | None, length: int, device: str | None, progress: ProgressBar
+    target_name: str,
+    out: Path,
+    *,
+    sessions: int | None,
+    length: int,
+    device: str | None,
+    progress: ProgressBar,
 ) -> None:
-    """Write the built-in sessions' texts: tokens uint16 (int32 for a vocabulary beyond it) and turns int32 [turns, 3]
-    (see lab.tasks.Turn) of each. Raises SharpDraftError when the file cannot be written."""
+    """Write the built-in sessions' texts: tokens uint16 (int32 for a vocabulary beyond it) and
+    turns int32 [turns, 3] (see lab.tasks.Turn) of each. Raises SharpDraftError when the file cannot
+    be written."""
     target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype(device))
     if length > target.max_positions:
-        raise SharpDraftError(f"--length {length}: this target takes at most {target.max_positions} tokens")
+        raise SharpDraftError(
+            f"--length {length}: this target takes at most {target.max_positions} tokens"
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SharpDraftError(f"cannot write to {out} ({error}): give another --out") from error
     tasks = built_in()[:sessions]
-    turns = [[chat_tokens(tokenizer, turn, first=i == 0) for i, turn in enumerate(task.turns)] for task in tasks]
+    turns = [
+        [chat_tokens(tokenizer, turn, first=i == 0) for i, turn in enumerate(task.turns)]
+        for task in tasks
+    ]
     with progress(length, "recording") as (bar, task_id):
         wave = write_wave(
             target,
@@ -128,12 +160,14 @@ def record_sessions(
     try:
         save_file(tensors, str(out))
     except (SafetensorError, OSError) as error:
-        raise SharpDraftError(f"cannot write to {out} ({error}): make room and run the same command again") from error
+        raise SharpDraftError(
+            f"cannot write to {out} ({error}): make room and run the same command again"
+        ) from error
 
 
 def _same_text(path: Path, about: dict[str, Any], reads: Sequence[int]) -> tuple[int, ...]:
-    """The layers whose states the text of a directory holds, `reads` for a new one. Refuses to mix texts of different
-    making, and one that lacks a layer of `reads`."""
+    """The layers whose states the text of a directory holds, `reads` for a new one. Refuses to mix
+    texts of different making, and one that lacks a layer of `reads`."""
     if not path.exists():
         path.write_text(json.dumps({**about, "taps": list(reads)}) + "\n", encoding="utf-8")
         return tuple(reads)
@@ -154,7 +188,7 @@ def _same_text(path: Path, about: dict[str, Any], reads: Sequence[int]) -> tuple
 
 
 def _wave(
-    target: Target,
+    target: CausalLM,
     tokenizer: Any,
     folder: Path,
     index: int,
@@ -182,7 +216,7 @@ def _wave(
     return path
 
 
-def _end_of_turn(target: Target) -> int:
+def _end_of_turn(target: CausalLM) -> int:
     ends = stop_tokens(target.config.eos_token_id)
     if not ends:
         raise SharpDraftError("the target's config names no token that ends a turn (eos_token_id)")
@@ -190,5 +224,6 @@ def _end_of_turn(target: Target) -> int:
 
 
 def _writing_dtype(device: str | None) -> torch.dtype | None:
-    """bfloat16 weights where the machine multiplies them fast; text for training need not be exact to the bit."""
+    """bfloat16 weights where the machine multiplies them fast; text for training need not be exact
+    to the bit."""
     return torch.bfloat16 if fast_bfloat16(pick_device(device)) else None

@@ -1,4 +1,5 @@
-"""Training sessions as data: templates whose slots are filled at random, with slot values held out."""
+"""Training sessions as data: templates whose slots are filled at random, with slot values held
+out."""
 
 from __future__ import annotations
 
@@ -9,14 +10,17 @@ from collections.abc import Iterator
 from importlib import resources
 
 _SLOT = re.compile(r"\{(\w+)\}")
-# Every seventh value of every slot is never seen in training: a held-out session is new in its words,
-# not only in their combination.
+# Every seventh value of every slot is never seen in training: a held-out session is new in its
+# words, not only in their combination.
 _HOLD_OUT_EVERY = 7
 
 
 def sessions(seed: int, *, held_out: bool = False) -> Iterator[list[str]]:
-    """Endless user turns of multi-turn sessions; held-out ones share no slot value with the others."""
-    data = json.loads(resources.files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
+    """Endless user turns of multi-turn sessions; held-out ones share no slot value with the
+    others."""
+    data = json.loads(
+        resources.files(__package__).joinpath("prompts.json").read_text(encoding="utf-8")
+    )
     values = {
         slot: [v for i, v in enumerate(all_values) if (i % _HOLD_OUT_EVERY == 0) == held_out]
         for slot, all_values in data["slots"].items()

