@@ -68,10 +68,12 @@ def main() -> None:
                 cache.crop(-(cache.get_seq_length() - (start - 1)))
     against = sum(len(row["differences"]) for row in rows)
     print(
-        f"{checked} tokens against transformers' forward, {generated} against its generate; {arms} tokens of the other"
+        f"{checked} tokens against transformers' forward, {generated} against its generate; {arms} "
+        "tokens of the other"
     )
     print(
-        f"arms against the first one's, {against} answers differing. Differences from transformers: {len(differences)}"
+        f"arms against the first one's, {against} answers differing. Differences from "
+        f"transformers: {len(differences)}"
     )
     print("\n".join(differences))
 

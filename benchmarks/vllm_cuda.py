@@ -73,8 +73,9 @@ def main() -> None:
             failed |= not (same and close)
             speed = again["decoded"] / again["seconds"]
             print(
-                f"{str(asked)[:40]:40} {way:18} start {started:5.0f} s, {speed:7.1f} tokens/s, tokens "
-                f"{'equal' if same else 'DIFFER'}, accepted {accepted} {'as eager' if close else 'UNLIKE eager'}",
+                f"{str(asked)[:40]:40} {way:18} start {started:5.0f} s, {speed:7.1f} tokens/s, "
+                f"tokens {'equal' if same else 'DIFFER'}, accepted {accepted} "
+                f"{'as eager' if close else 'UNLIKE eager'}",
                 flush=True,
             )
     sys.exit(failed)

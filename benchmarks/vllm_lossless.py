@@ -76,7 +76,8 @@ def main() -> None:
             ]
             if wanted is not None:
                 print(
-                    f"{len([line for line in scaled if 'sharpdraft' in line])} lines of the log say what is scaled"
+                    f"{len([line for line in scaled if 'sharpdraft' in line])} lines of the log "
+                    "say what is scaled"
                 )
     plain, drafted = answers
     target, _ = load_target(SMOLLM2, device="cpu")
@@ -95,7 +96,8 @@ def main() -> None:
             )
             gap = float(logits[0, 0, one[at]] - logits[0, 0, other[at]])
             print(
-                f"prefix of {len(prompt)}: token {at} differs, where the target's logits are {gap:.1e} apart"
+                f"prefix of {len(prompt)}: token {at} differs, where the target's logits are "
+                f"{gap:.1e} apart"
             )
         session.rewind(0)
         own = [

@@ -102,7 +102,8 @@ def soak(server: subprocess.Popen[bytes], minutes: float) -> bool:
         time.sleep(min(60, max(1, end - time.monotonic())))
         resident.append(memory(server.pid))
         print(
-            f"{done[0]} answers, {aborted[0]} aborted, {len(errors)} errors, {resident[-1]:.0f} MiB resident",
+            f"{done[0]} answers, {aborted[0]} aborted, {len(errors)} errors, {resident[-1]:.0f} "
+            "MiB resident",
             flush=True,
         )
     print("MAL by context:", mal_by_context())

@@ -33,9 +33,10 @@ from conftest import (
 from sharpdraft.decode.session import Session
 from sharpdraft.drafters.dflash import DFlash, save
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.method.scale import Constant, FixedSlope, Policy
+from sharpdraft.method.policies import Constant, FixedSlope
+from sharpdraft.method.scale import Policy
 from sharpdraft.model import attention, kernels
-from sharpdraft.model.attention import LayerKind, Rotary, additive, attend, rotate
+from sharpdraft.model.attention import Rotary, View, additive, attend, rotate
 from sharpdraft.model.cache import KVCache
 from sharpdraft.model.causal_lm import CausalLM
 from sharpdraft.model.linear import Linear
@@ -172,7 +173,7 @@ def test_zlabs_checkpoint_loads_here(zlab: ModuleType, llama: Tiny, tmp_path: Pa
         direct.taps,
         direct.block_size,
     )
-    assert loaded.kinds == (LayerKind(True, 24), LayerKind(False, None))
+    assert loaded.kinds == (View(True, 24), View(False, None))
     keys, again = (read(drafter, llama.text[:50]).keys[..., :50, :] for drafter in (loaded, direct))
     assert torch.equal(keys, again)
 
@@ -263,16 +264,16 @@ def test_scale_is_the_policys(tiny: Tiny) -> None:
 
 
 def test_a_count_off_by_one_would_be_noticed(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, gain = LayerKind.count, attention._gain
+    right, gain = View.count, attention._gain
     for error in (-1, 1):
-        monkeypatch.setattr(LayerKind, "count", lambda self, c, r, e=error: right(self, c, r) + e)
+        monkeypatch.setattr(View, "count", lambda self, c, r, e=error: right(self, c, r) + e)
         monkeypatch.setattr(
             attention, "_gain", lambda p, k, s, c, d, e=error: gain(p, k, s + e, c, d)
         )
         with pytest.raises(AssertionError, match="Tensor-likes are not close"):
             check_scale_is_the_policys(llama)
         with pytest.raises(AssertionError):
-            check_count(LayerKind(True, 7), 30, 5)
+            check_count(View(True, 7), 30, 5)
 
 
 @pytest.mark.parametrize("layers", LAYERS)
@@ -359,7 +360,7 @@ def test_windowed_is_a_drafter_with_windows_on_the_same_weights(llama: Tiny) -> 
     for own, window in (("full", 24), ("full", 3), ("causal", 40), ("mixed", 30)):
         whole = make_drafter(llama.target, **LAYERS[own])
         windowed = whole.windowed(window)
-        kinds = [k if k.window else LayerKind(k.causal, window) for k in whole.kinds]
+        kinds = [k if k.window else View(k.causal, window) for k in whole.kinds]
         assert windowed.kinds == tuple(kinds)
         cache = read(whole, llama.text[:120])
         before = masses(whole, cache, llama.text[120], None)
@@ -390,7 +391,7 @@ def test_windowed_is_a_drafter_with_windows_on_the_same_weights(llama: Tiny) -> 
 # Counts
 
 
-def check_count(kind: LayerKind, context: int, rows: int) -> None:
+def check_count(kind: View, context: int, rows: int) -> None:
     mask = kind.mask(context, rows, torch.device("cpu"))
     sums = torch.full((rows,), context + rows) if mask is None else mask.sum(-1)
     assert kind.count(context, rows).tolist() == sums.tolist()
@@ -404,7 +405,7 @@ def check_count(kind: LayerKind, context: int, rows: int) -> None:
     st.integers(1, 20),
 )
 def test_count_is_the_masks(causal: bool, window: int | None, context: int, rows: int) -> None:
-    kind = LayerKind(causal, window)
+    kind = View(causal, window)
     check_count(kind, context, rows)
     mask = kind.mask(context, rows, torch.device("cpu"))
     for i in range(rows):
@@ -437,7 +438,7 @@ def test_layer_kinds(
     outer = {k: v for k, v in changes.items() if k not in inner}
     dflash = drafter_config()["dflash_config"] | inner
     assert make_drafter(llama.target, **outer, dflash_config=dflash).kinds == tuple(
-        LayerKind(*k) for k in kinds
+        View(*k) for k in kinds
     )
 
 

@@ -20,7 +20,7 @@ from sharpdraft.lab.backends.vllm import Engine, speculative_config
 from sharpdraft.lab.engines import Group, Prompt, asked_for, groups_of, recorded_prompts, run_groups
 from sharpdraft.lab.report import summarise
 from sharpdraft.lab.runs import Plan, arm
-from sharpdraft.method.scale import FixedSlope
+from sharpdraft.method.policies import FixedSlope
 from sharpdraft.method.settings import asked_policy
 from sharpdraft.workloads.tasks import Recording, Turn
 

@@ -19,7 +19,8 @@ from sharpdraft.decode.graphs import FixedRounds
 from sharpdraft.decode.session import Round, replay, round_together
 from sharpdraft.drafters.eagle3 import Eagle3
 from sharpdraft.lab.several import Several
-from sharpdraft.method.scale import Constant, Policy
+from sharpdraft.method.policies import Constant
+from sharpdraft.method.scale import Policy
 from sharpdraft.model.causal_lm import CausalLM
 from test_families import VARIANTS, eagle_config, eagle_tensors, pard_of
 

@@ -21,9 +21,10 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmb
 from conftest import Tiny
 from sharpdraft import FixedSlope, Session, mask_keys
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.method.scale import Constant, Policy
+from sharpdraft.method.policies import Constant
+from sharpdraft.method.scale import Policy
 from sharpdraft.model import kernels
-from sharpdraft.model.attention import CAUSAL, LayerKind, Rotary, Segments
+from sharpdraft.model.attention import CAUSAL, Rotary, Segments, View
 from sharpdraft.model.cache import KVCache
 from sharpdraft.model.causal_lm import CausalLM
 from sharpdraft.model.kernels import add_norm, gated, library
@@ -72,7 +73,7 @@ def filled(kv_heads: int, dim: int, length: int, seed: int, batch: int = 1) -> K
     vectors=st.integers(1, 9),
     spans=st.lists(st.tuples(st.integers(0, 330), st.integers(1, 70)), min_size=1, max_size=4),
     batch=st.integers(1, 3),
-    kind=st.builds(LayerKind, st.booleans(), st.sampled_from([None, 1, 2, 7, 64, 65, 130])),
+    kind=st.builds(View, st.booleans(), st.sampled_from([None, 1, 2, 7, 64, 65, 130])),
     scaled=st.booleans(),
     normed=st.booleans(),
     seed=st.integers(0, 99),
@@ -84,7 +85,7 @@ def test_attention_is_pytorchs(
     vectors: int,
     spans: list[tuple[int, int]],
     batch: int,
-    kind: LayerKind,
+    kind: View,
     scaled: bool,
     normed: bool,
     seed: int,
@@ -107,7 +108,7 @@ def both_ways(
     dim: int,
     spans: list[tuple[int, int]],
     batch: int = 1,
-    kind: LayerKind = CAUSAL,
+    kind: View = CAUSAL,
     scaled: bool = False,
     normed: bool = False,
     seed: int = 0,
@@ -163,10 +164,10 @@ def test_a_row_that_sees_another_key_is_noticed(monkeypatch: pytest.MonkeyPatch,
         min_size=1,
         max_size=4,
     ),
-    st.builds(LayerKind, st.booleans(), st.sampled_from([None, 1, 7, 65])),
+    st.builds(View, st.booleans(), st.sampled_from([None, 1, 7, 65])),
 )
 def test_gains_are_the_policys_at_the_keys_each_row_sees(
-    requests: list[tuple[int, int, Policy | None]], kind: LayerKind
+    requests: list[tuple[int, int, Policy | None]], kind: View
 ) -> None:
     caches = [KVCache(1, 1, 8, CAPACITY) for _ in requests]
     rotary = Rotary(
@@ -240,7 +241,7 @@ def test_weights_that_bfloat16_holds_are_kept_as_such_and_no_weight_twice() -> N
 
 
 def some_stack(
-    kinds: list[LayerKind], normed: bool, biased: bool, head_norms: bool, dim: int, inner: int
+    kinds: list[View], normed: bool, biased: bool, head_norms: bool, dim: int, inner: int
 ) -> Stack:
     """Layers of random weights, 4 heads in 2 groups, 40 wide; the first projects rows of 56 if it
     is `normed`."""
@@ -291,7 +292,7 @@ def run_stack(
     for cache, (start, _) in zip(caches, spans, strict=True):
         cache.keys.copy_(filled(2, dim, start, 0, batch).keys[:1])
         cache.values.copy_(filled(2, dim, start, 1, batch).values[:1])
-    where: dict[LayerKind, Any] = {
+    where: dict[View, Any] = {
         layer.kind: Segments(
             caches, [s for s, _ in spans], [c for _, c in spans], rotary, layer.kind
         )
@@ -308,7 +309,7 @@ def run_stack(
 @settings(max_examples=80, deadline=None)
 @given(
     kinds=st.lists(
-        st.sampled_from([CAUSAL, LayerKind(False), LayerKind(True, 20), LayerKind(False, 9)]),
+        st.sampled_from([CAUSAL, View(False), View(True, 20), View(False, 9)]),
         min_size=1,
         max_size=3,
     ),
@@ -323,7 +324,7 @@ def run_stack(
     taps=st.sets(st.integers(0, 2)),
 )
 def test_a_pass_in_one_call_is_pytorchs(
-    kinds: list[LayerKind],
+    kinds: list[View],
     spans: list[tuple[int, int]],
     batch: int,
     normed: bool,

@@ -32,7 +32,7 @@ from sharpdraft.lab.runs import (
     run_live,
     run_recording,
 )
-from sharpdraft.method.scale import Constant, FixedSlope
+from sharpdraft.method.policies import Constant, FixedSlope
 from sharpdraft.train.sessions import write_wave
 from sharpdraft.workloads.tasks import (
     Recording,

@@ -24,7 +24,7 @@ from conftest import (
 from sharpdraft.decode import session as loop
 from sharpdraft.decode.session import Round, Session, replay
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.method.scale import Constant, FixedSlope
+from sharpdraft.method.policies import Constant, FixedSlope
 from sharpdraft.model.cache import KVCache
 from sharpdraft.model.causal_lm import CausalLM
 

@@ -10,15 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpdraft.method.scale import (
-    REPORTED_SETTINGS,
-    Constant,
-    FixedSlope,
-    Policy,
-    policy_from_settings,
-    policy_to_settings,
-    scale_queries,
-)
+from sharpdraft.method.policies import REPORTED_SETTINGS, Constant, FixedSlope
+from sharpdraft.method.scale import Policy, policy_from_settings, policy_to_settings, scale_queries
 
 PAPER = FixedSlope(reference=2048)
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}

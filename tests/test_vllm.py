@@ -32,7 +32,8 @@ from sharpdraft.decode.session import Session
 from sharpdraft.drafters import load_drafter
 from sharpdraft.drafters.dflash import save
 from sharpdraft.lab.backends.vllm import Engine
-from sharpdraft.method.scale import FixedSlope, Policy, policy_to_settings
+from sharpdraft.method.policies import FixedSlope
+from sharpdraft.method.scale import Policy, policy_to_settings
 from sharpdraft.method.settings import FROZEN
 from sharpdraft.model.causal_lm import CausalLM
 

@@ -407,8 +407,8 @@ def test_importing_the_plugin_needs_torch_alone() -> None:
     """It is loaded into every process that vLLM starts."""
     code = (
         "import sys, sharpdraft.adapters.vllm.register as p; p.register(); p.register()\n"
-        "bad = [m for m in ('transformers', 'vllm', 'typer', 'rich', 'huggingface_hub') if m in sys.modules]\n"
-        "assert not bad, bad"
+        "bad = [m for m in ('transformers', 'vllm', 'typer', 'rich', 'huggingface_hub') if m in "
+        "sys.modules]\nassert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

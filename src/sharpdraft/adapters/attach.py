@@ -58,7 +58,8 @@ class Attached:
                 out = forward(*args, **kwargs)
             if not mode.calls:
                 raise SharpDraftError(
-                    f"{name} attends without scaled_dot_product_attention, so that its Keys cannot be counted: load "
+                    f"{name} attends without scaled_dot_product_attention, so that its Keys cannot "
+                    "be counted: load "
                     'the drafter with attn_implementation="sdpa", or name its attention modules'
                 )
             return out

@@ -26,7 +26,7 @@ from rich.progress import (
 from ..errors import SharpDraftError
 
 if TYPE_CHECKING:
-    from ..method.scale import FixedSlope
+    from ..method.policies import FixedSlope
 
 app = typer.Typer(
     help="Speculative decoding that stays fast when generations get long.",
@@ -194,7 +194,7 @@ def generate(
     from ..decode.sampling import Sampling
     from ..decode.session import Session
     from ..lab.runs import arm as arm_named
-    from ..method.scale import REPORTED_SETTINGS
+    from ..method.policies import REPORTED_SETTINGS
 
     arm_named(arm, REPORTED_SETTINGS["dflash"])
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed=seed)
@@ -266,10 +266,10 @@ def demo(out_dir: Path = DEMO_OUT, as_json: bool = JSON) -> None:
     plan = Plan(_BUILT_IN, "built-in", None, arms, arms[1:], masses_every=8)
     err.print(
         f"[bold]One session of {_BUILT_IN}, three ways.[/] '{recording.name}' is a conversation of "
-        f"{len(recording.tokens)} tokens.\nAt {len(EDGES)} points the next answer is written by the target alone "
-        "(AR), with its DFlash drafter, trained on\n512 tokens of context (Frozen), and with that drafter's Queries "
-        f"scaled above {policy.reference} Keys (SharpDraft).\nAll three must write the same tokens; they differ in "
-        "speed.\n",
+        f"{len(recording.tokens)} tokens.\nAt {len(EDGES)} points the next answer is written by "
+        "the target alone (AR), with its DFlash drafter, trained on\n512 tokens of context "
+        f"(Frozen), and with that drafter's Queries scaled above {policy.reference} Keys "
+        "(SharpDraft).\nAll three must write the same tokens; they differ in speed.\n",
         highlight=False,
     )
     rows: list[dict[str, Any]] = []
@@ -345,7 +345,7 @@ def bench(
     from ..decode.session import Session
     from ..lab.runs import Plan, RunLog, arms_of, measured_turns, run_live, run_recording
     from ..lab.runs import arm as arm_named
-    from ..method.scale import REPORTED_SETTINGS
+    from ..method.policies import REPORTED_SETTINGS
     from ..workloads.tasks import built_in, digest, from_file, recordings
 
     timed_names, replay_names = (
@@ -468,7 +468,8 @@ def _bench_engines(
         raise SharpDraftError(f"an engine is given single prompts: {long[0]} has several turns")
     plan = Plan(
         target,
-        f"{drafter or 'built-in'} in {base_url or engine} with {engine_args}, {concurrency} at once",
+        f"{drafter or 'built-in'} in {base_url or engine} with {engine_args}, {concurrency} at "
+        "once",
         size,
         chosen,
         (),
@@ -635,7 +636,8 @@ class _Loaded:
 
         if weights not in (None, "bfloat16"):
             raise SharpDraftError(
-                f"--weights {weights}: the only choice is bfloat16; leave it out for weights as they are"
+                f"--weights {weights}: the only choice is bfloat16; leave it out for weights as "
+                "they are"
             )
         names = drafter.split(",") if drafter and several else [drafter]
         directories = [
@@ -791,7 +793,8 @@ def _report(
     for d in differences:
         gap = f", where the target's two logits are {d['gap']:.1e} apart" if "gap" in d else ""
         out.print(
-            f"{d['session']}, turn {d['turn']}: {d['arm']} differs from {first} at {d['at']} of the answer{gap}",
+            f"{d['session']}, turn {d['turn']}: {d['arm']} differs from {first} at {d['at']} of "
+            f"the answer{gap}",
             highlight=False,
         )
     if picture is not None:

@@ -82,11 +82,13 @@ class Batch:
             raise SharpDraftError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
         if not prompt or min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
             raise SharpDraftError(
-                f"the prompt is empty or has tokens outside the vocabulary of {self.target.vocab_size}"
+                "the prompt is empty or has tokens outside the vocabulary of "
+                f"{self.target.vocab_size}"
             )
         if request.size > (limit := min(self.max_tokens, self.target.max_positions)):
             raise SharpDraftError(
-                f"{len(prompt)} tokens of prompt and {max_new_tokens} of answer: at most {limit} fit together"
+                f"{len(prompt)} tokens of prompt and {max_new_tokens} of answer: at most {limit} "
+                "fit together"
             )
         self.waiting.append(request)
         return request

@@ -63,8 +63,8 @@ class Session:
             self.size = self.drafter.block_size if self.block is None else self.block
             if not 2 <= self.size <= self.drafter.longest_block:
                 raise SharpDraftError(
-                    f"block size {self.size}: this drafter drafts blocks of 2 to {self.drafter.longest_block} tokens "
-                    "(anchor included)"
+                    f"block size {self.size}: this drafter drafts blocks of 2 to "
+                    f"{self.drafter.longest_block} tokens (anchor included)"
                 )
             self.taps = self.drafter.taps
             self.drafts = self.drafter.new_cache(self.capacity)
@@ -101,11 +101,13 @@ class Session:
             raise SharpDraftError("the prompt is empty: give at least one token")
         if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
             raise SharpDraftError(
-                f"the prompt has token ids outside the target's vocabulary of {self.target.vocab_size}"
+                "the prompt has token ids outside the target's vocabulary of "
+                f"{self.target.vocab_size}"
             )
         if len(prompt) >= self.room:
             raise SharpDraftError(
-                f"the prompt of {len(prompt)} tokens does not fit: {max(self.room - 1, 0)} of {self.capacity} are left"
+                f"the prompt of {len(prompt)} tokens does not fit: {max(self.room - 1, 0)} of "
+                f"{self.capacity} are left"
             )
         self.tokens.extend(prompt)
         return self._feed(len(self.tokens))

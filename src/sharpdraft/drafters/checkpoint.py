@@ -97,13 +97,14 @@ def check_tensors(
     understood."""
     if missing := sorted(set(expected) - set(tensors)):
         raise SharpDraftError(
-            f"the drafter's checkpoint lacks {len(missing)} tensors, first {missing[0]}: download it again"
+            f"the drafter's checkpoint lacks {len(missing)} tensors, first {missing[0]}: download "
+            "it again"
         )
     for name, shape in expected.items():
         if tuple(tensors[name].shape) != shape:
             raise SharpDraftError(
-                f"the drafter's {name} has shape {tuple(tensors[name].shape)}, its config says {shape}: "
-                "config.json and weights belong to different checkpoints"
+                f"the drafter's {name} has shape {tuple(tensors[name].shape)}, its config says "
+                f"{shape}: config.json and weights belong to different checkpoints"
             )
     # A mask embedding or attention sinks would change the drafts: better refused than silently left
     # out.

@@ -25,7 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3RotaryEmb
 from ..errors import SharpDraftError
 from ..method.scale import Policy
 from ..method.theory import attention_mass
-from ..model.attention import FixedRows, LayerKind, Rotary, Rows, Segments
+from ..model.attention import FixedRows, Rotary, Rows, Segments, View
 from ..model.cache import KVCache
 from ..model.causal_lm import CausalLM
 from ..model.linear import Linear
@@ -118,7 +118,8 @@ class DFlash:
         layer_ids = dflash.get("target_layer_ids", config.get("target_layer_ids"))
         if not layer_ids:
             raise SharpDraftError(
-                "the drafter's config has no dflash_config.target_layer_ids: is it a DFlash checkpoint?"
+                "the drafter's config has no dflash_config.target_layer_ids: is it a DFlash "
+                "checkpoint?"
             )
         self.taps = tuple(int(i) for i in layer_ids)
         self.kinds = tuple(_layer_kind(config, dflash, parsed, i) for i in range(self.num_layers))
@@ -271,7 +272,7 @@ class DFlash:
     def _block(
         self,
         ids: Tensor,
-        where: Mapping[LayerKind, Rows],
+        where: Mapping[View, Rows],
         policies: Sequence[Policy | None],
         probe: MassProbe | None,
     ) -> Tensor:
@@ -296,8 +297,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     architectures = config.get("architectures") or []
     if ARCHITECTURE not in architectures:
         raise SharpDraftError(
-            f"{directory} holds {', '.join(architectures) or 'no named architecture'}, not {ARCHITECTURE}: "
-            "give a DFlash, EAGLE-3 or PARD checkpoint as the drafter"
+            f"{directory} holds {', '.join(architectures) or 'no named architecture'}, not "
+            f"{ARCHITECTURE}: give a DFlash, EAGLE-3 or PARD checkpoint as the drafter"
         )
     return config
 
@@ -315,7 +316,7 @@ def save(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tenso
 
 def _layer_kind(
     config: Mapping[str, Any], dflash: Mapping[str, Any], parsed: Qwen3Config, layer: int
-) -> LayerKind:
+) -> View:
     """Causality and window of a layer, in the order of precedence that vLLM and z-lab's package
     agree on."""
     # Where the file names no types, max_window_layers says from which layer on a window slides.
@@ -330,9 +331,10 @@ def _layer_kind(
     window = dflash.get("swa_window_size", parsed.sliding_window) if sliding else None
     if sliding and window is None:
         raise SharpDraftError(
-            "the drafter has sliding-window layers but its config gives no sliding_window (with use_sliding_window)"
+            "the drafter has sliding-window layers but its config gives no sliding_window (with "
+            "use_sliding_window)"
         )
-    return LayerKind(bool(causal), window)
+    return View(bool(causal), window)
 
 
 def _expected(drafter: DFlash, inner: int, bias: bool) -> dict[str, tuple[int, ...]]:

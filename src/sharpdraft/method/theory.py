@@ -35,8 +35,10 @@ def top_mass(scores: Tensor, k: int, beta: float | Tensor = 1.0) -> Tensor:
     Returns:
         `[...]` in [0, 1]: 1 for a row with k Keys or fewer, NaN for a row with none.
 
-    Raises: TypeError: `scores` is not floating. ValueError: `scores` has no positions, `k < 1`, or
-        the number `beta` is not positive and finite.
+    Raises:
+        TypeError: `scores` is not floating.
+        ValueError: `scores` has no positions, `k < 1`, or the number `beta` is not positive and
+            finite.
     """
     top, rest, scale = _split(scores, k, beta)
     return torch.sigmoid((scale * top).logsumexp(-1) - (scale * rest).logsumexp(-1))
@@ -136,6 +138,6 @@ def _require_group(k: int) -> None:
 def _require_rest(scores: Tensor, k: int) -> None:
     if scores.dim() and 0 < scores.shape[-1] <= k:
         raise ValueError(
-            f"contrast compares the top k Keys with the rest, and k={k} of {scores.shape[-1]} Keys leaves "
-            "none: pass more Keys or a smaller k"
+            f"contrast compares the top k Keys with the rest, and k={k} of {scores.shape[-1]} Keys "
+            "leaves none: pass more Keys or a smaller k"
         )

@@ -1,31 +1,93 @@
-"""How many Keys each Query row sees: the N that a policy reads (SharpDraft, arXiv 2610.05106).
+"""How many Keys each Query row sees, and which: the N that a policy reads (arXiv 2610.05106).
 
 A row's count is the persistent context plus the part of the current draft block it sees; masked and
 padded positions do not count, nor does a learned attention sink, which is a term of the softmax and
-no Key. Key positions of a request run from 0; a row at position p sees, when causal, the Keys at
-positions up to p; when not causal, all of them. A window of w drops the Keys with `p - position >=
-w`: w Keys up to and including the row's own stay, and Keys ahead of a non-causal row always stay.
-An engine that also cuts off Keys ahead is counted with `causal_keys`, and any other pattern with
-`mask_keys` on its mask.
+no Key. Keys of a request lie in slots from 0; a row in slot p sees, when causal, the Keys in slots
+up to p; when not causal, all of them. A window of w hides the Keys whose slot is w or more away
+from the row's own, behind it and ahead of it alike; sinks are the first Keys of all, which a window
+does not hide (StreamingLLM, arXiv 2309.17453). Counts and masks are of this one rule, `View`; any
+other pattern is counted with `mask_keys` on its mask.
 
-Everything returns int64 on the device of its tensors. Python integers are checked; values inside
-tensors are not, as reading them would make the host wait for the device.
+Counts are int64 on the device of their tensors. Python integers are checked; values inside tensors
+are not, as reading them would make the host wait for the device.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 
-def block_keys(context: Tensor | int, block: int, window: int | None = None) -> Tensor:
+@dataclass(frozen=True)
+class View:
+    """What the rows of an attention layer see of the Keys in their request's cache.
+
+    causal: nothing behind their own slot. window: no slot that is so many away, or more; None for
+    no window. sinks: how many of the first Keys are seen though a window hides them.
+
+    Raises ValueError for a window below 1, or a negative number of sinks.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            _require_positive("window", self.window)
+        if self.sinks < 0:
+            raise ValueError(f"sinks must not be negative, got {self.sinks}")
+
+    def count(self, context: int | Tensor, rows: int) -> Tensor:
+        """Keys that each of `rows` new rows sees: int64 [rows].
+
+        context: Keys in the cache before the first row, a number or int64 [1].
+        """
+        return (causal_keys if self.causal else block_keys)(context, rows, self.window, self.sinks)[
+            0
+        ]
+
+    def mask(self, context: int, rows: int, device: torch.device) -> Tensor | None:
+        """Visible Keys: bool [rows, context + rows]; None where every row sees them all."""
+        if not self.hides(context, rows):
+            return None
+        return self.sees(torch.arange(context, context + rows, device=device), context + rows)
+
+    def hides(self, context: int, rows: int) -> bool:
+        """Whether one of `rows` new rows does not see a Key that is there."""
+        windowed = self.window is not None and context + rows > self.window
+        return windowed or (self.causal and rows > 1)
+
+    def sees(self, slots: Tensor, keys: int) -> Tensor:
+        """Which of the Keys in slots 0 to `keys` - 1 the rows in `slots` [rows] see: bool [rows,
+        keys]. Rows that are not causal see each other and nothing behind the last of them."""
+        key, own = torch.arange(keys, device=slots.device)[None], slots[:, None]
+        visible = key <= (own if self.causal else own[-1:].expand_as(own))
+        if self.window is not None:
+            near = (own - key < self.window) & (key - own < self.window)
+            visible = visible & (near | (key < self.sinks))
+        return visible
+
+
+CAUSAL = View()
+
+
+def block_keys(
+    context: Tensor | int, block: int, window: int | None = None, sinks: int = 0
+) -> Tensor:
     """Keys that each row of a non-causal draft block sees (DFlash): `context + block`, fewer with a
     window.
 
     Row i of the block sits at position `context + i`. For a causal block, use `causal_keys`.
 
-    Args: context: Keys cached for each request without padding, integer `[batch]`, or an int for
-        one request. block: rows in the block. window: sliding window in Keys, or None for full
-        attention.
+    Args:
+        context: Keys cached for each request without padding, integer `[batch]`, or an int for one.
+        block: rows in the block.
+        window: sliding window in Keys, or None for full attention.
+        sinks: how many of the first Keys a window does not hide.
 
     Returns:
         int64 `[batch, block]`; on the CPU if `context` is an int.
@@ -34,30 +96,40 @@ def block_keys(context: Tensor | int, block: int, window: int | None = None) -> 
         TypeError: `context` is a tensor of another dtype.
         ValueError: `context` is negative or not `[batch]`, `block < 1` or `window < 1`.
     """
-    return _batch_keys("context", context, "block", block, causal=False, window=window)
+    return _batch_keys("context", context, "block", block, causal=False, window=window, sinks=sinks)
 
 
-def causal_keys(past: Tensor | int, rows: int, window: int | None = None) -> Tensor:
+def causal_keys(past: Tensor | int, rows: int, window: int | None = None, sinks: int = 0) -> Tensor:
     """Keys that each of `rows` new causal rows sees: row i sees `past + i + 1`, at most `window`.
 
     Rows padded on the left: pass `past - padding` as a tensor, negative where nothing is cached;
     the padded rows then count 0. Rows padded on the right take counts nobody reads.
 
-    Args: past: Keys cached for each request without padding, integer `[batch]`, or an int for one
-        request. rows: new rows of each request. window: sliding window in Keys, or None for full
-        attention.
+    Args:
+        past: Keys cached for each request without padding, integer `[batch]`, or an int for one.
+        rows: new rows of each request.
+        window: sliding window in Keys, or None for full attention.
+        sinks: how many of the first Keys a window does not hide.
 
     Returns:
         int64 `[batch, rows]`; on the CPU if `past` is an int.
 
-    Raises: TypeError: `past` is a tensor of another dtype. ValueError: the int `past` is negative,
-        the tensor is not `[batch]`, `rows < 1` or `window < 1`.
+    Raises:
+        TypeError: `past` is a tensor of another dtype.
+        ValueError: the int `past` is negative, the tensor is not `[batch]`, `rows < 1` or
+            `window < 1`.
     """
-    return _batch_keys("past", past, "rows", rows, causal=True, window=window)
+    return _batch_keys("past", past, "rows", rows, causal=True, window=window, sinks=sinks)
 
 
 def ragged_keys(
-    query_start: Tensor, total_keys: Tensor, rows: int, *, causal: bool, window: int | None = None
+    query_start: Tensor,
+    total_keys: Tensor,
+    rows: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    sinks: int = 0,
 ) -> Tensor:
     """Keys that each row sees in a flat batch of requests with unequal rows, laid out as in vLLM.
 
@@ -68,6 +140,7 @@ def ragged_keys(
         rows: length of the flat batch; rows from `query_start[-1]` on are padding.
         causal: whether a row sees only Keys up to itself; otherwise every Key of its request.
         window: sliding window in Keys, or None for full attention.
+        sinks: how many of the first Keys a window does not hide.
 
     Returns:
         int64 `[rows]`, 0 for padding.
@@ -89,7 +162,8 @@ def ragged_keys(
     # Padding rows land on one request past the last, hence the extra entry.
     request = torch.searchsorted(start, row, right=True) - 1
     ahead = pad(start[1:], (0, 1))[request] - 1 - row
-    counts = _count(pad(total_keys.long(), (0, 1))[request] - ahead, ahead, causal, window)
+    upto = pad(total_keys.long(), (0, 1))[request] - ahead
+    counts = _count(upto, ahead, View(causal, window, sinks))
     return torch.where(row < start[-1], counts, 0)
 
 
@@ -110,7 +184,8 @@ def mask_keys(mask: Tensor) -> Tensor:
         mask = mask > torch.finfo(mask.dtype).min
     elif mask.dtype != torch.bool:
         raise TypeError(
-            f"mask must be bool or floating, got {mask.dtype}: turn a 0/1 mask into bool with mask.bool()"
+            f"mask must be bool or floating, got {mask.dtype}: turn a 0/1 mask into bool with "
+            "mask.bool()"
         )
     return mask.sum(-1)
 
@@ -145,6 +220,7 @@ def _batch_keys(
     *,
     causal: bool,
     window: int | None,
+    sinks: int,
 ) -> Tensor:
     _require_positive(rows_name, rows)
     if isinstance(cached, int):
@@ -154,18 +230,22 @@ def _batch_keys(
     _require_integers(keys_name, cached)
     if cached.dim() != 1:
         raise ValueError(
-            f"{keys_name} must be [batch], one count for each request, got shape {tuple(cached.shape)}"
+            f"{keys_name} must be [batch], one count for each request, got shape "
+            f"{tuple(cached.shape)}"
         )
     row = torch.arange(rows, device=cached.device)
-    return _count(cached.long().unsqueeze(-1) + row + 1, rows - 1 - row, causal, window)
+    upto = cached.long().unsqueeze(-1) + row + 1
+    return _count(upto, rows - 1 - row, View(causal, window, sinks))
 
 
-def _count(upto: Tensor, ahead: Tensor, causal: bool, window: int | None) -> Tensor:
+def _count(upto: Tensor, ahead: Tensor, view: View) -> Tensor:
     """Visible Keys, from the Keys up to and including each row's own and those ahead of it."""
-    if window is not None:
-        _require_positive("window", window)
-    seen = upto.clamp(min=0, max=window)
-    return seen if causal else seen + ahead
+    seen = upto.clamp(min=0, max=view.window)
+    if view.window is not None:
+        ahead = ahead.clamp(max=view.window - 1)
+        if view.sinks:
+            seen = seen + (upto - view.window).clamp(min=0, max=view.sinks)
+    return seen if view.causal else seen + ahead
 
 
 def _require_positive(name: str, value: int) -> None:

@@ -42,7 +42,7 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class LayerKind:
+class View:
     """What a new row sees of the Keys before it and of the rows it comes with."""
 
     causal: bool
@@ -75,7 +75,7 @@ class LayerKind:
         return visible
 
 
-CAUSAL = LayerKind(causal=True)
+CAUSAL = View(causal=True)
 
 # Shown the Query, Keys and mask of a single request.
 Probe = Callable[[Tensor, Tensor, Tensor | None], None]
@@ -86,7 +86,7 @@ class Rows(ABC):
 
     cos: Tensor
     sin: Tensor
-    kind: LayerKind
+    kind: View
 
     @property
     def place(self) -> kernels.Place | None:
@@ -161,7 +161,7 @@ class Segments(Rows):
         starts: Sequence[int],
         counts: Sequence[int],
         rotary: Rotary,
-        kind: LayerKind = CAUSAL,
+        kind: View = CAUSAL,
     ) -> None:
         """starts: position of each request's first row. Raises SharpDraftError for no rows, and
         where a cache has no room for them."""
@@ -250,7 +250,7 @@ class FixedRows(Rows):
         rows: int,
         keys: int,
         rotary: Rotary,
-        kind: LayerKind = CAUSAL,
+        kind: View = CAUSAL,
     ) -> None:
         """start: position of the first row, int64 [1]; keys: how many to attend over, at least up
         to the last row."""
@@ -328,7 +328,7 @@ def chain_gains(
 
 
 def _gain(
-    policy: Policy | None, kind: LayerKind, start: int, count: int, device: torch.device
+    policy: Policy | None, kind: View, start: int, count: int, device: torch.device
 ) -> Tensor:
     """The gain of `count` rows of one request from `start` on."""
     if policy is None:

@@ -44,7 +44,8 @@ class CausalLM:
         config = model.config
         if config.model_type not in ARCHITECTURES:
             raise SharpDraftError(
-                f"target architecture '{config.model_type}' is not supported; supported: {', '.join(ARCHITECTURES)}"
+                f"target architecture '{config.model_type}' is not supported; supported: "
+                f"{', '.join(ARCHITECTURES)}"
             )
         self.config = config
         self.vocab_size: int = config.vocab_size

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import SharpDraftError
 from . import kernels
-from .attention import CAUSAL, LayerKind, Rows
+from .attention import CAUSAL, Rows, View
 from .kernels import add_norm
 from .linear import Linear, gated_mlp
 
@@ -33,7 +33,7 @@ class Layer:
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
-    kind: LayerKind = CAUSAL
+    kind: View = CAUSAL
 
 
 @dataclass
@@ -49,8 +49,8 @@ class Stack:
     def run(
         self,
         hidden: Tensor,
-        where: Mapping[LayerKind, Rows],
-        gains: Mapping[LayerKind, Tensor | None],
+        where: Mapping[View, Rows],
+        gains: Mapping[View, Tensor | None],
         *,
         normed: Tensor | None = None,
         taps: Collection[int] = (),
@@ -108,7 +108,7 @@ class Stack:
         return {name: value for name, value in vars(self).items() if name != "_table"}
 
     @cached_property
-    def _kinds(self) -> list[LayerKind]:
+    def _kinds(self) -> list[View]:
         return list(dict.fromkeys(layer.kind for layer in self.layers))
 
     @cached_property
@@ -131,8 +131,8 @@ class Stack:
     def _compiled(
         self,
         hidden: Tensor,
-        where: Mapping[LayerKind, Rows],
-        gains: Mapping[LayerKind, Tensor | None],
+        where: Mapping[View, Rows],
+        gains: Mapping[View, Tensor | None],
         normed: Tensor | None,
         taps: Collection[int],
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]] | None:

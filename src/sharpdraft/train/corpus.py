@@ -26,7 +26,8 @@ class Corpus:
         shapes = {tuple(f.get_slice("features").get_shape()[1:]) for f in self.files}
         if len({length for length, _ in shapes}) > 1:
             raise SharpDraftError(
-                f"{paths[0].parent} holds sessions of different lengths: remove those of another run"
+                f"{paths[0].parent} holds sessions of different lengths: remove those of another "
+                "run"
             )
         ((_, width),) = shapes
         self.taps = tuple(taps)

@@ -178,11 +178,13 @@ def _same_text(path: Path, about: dict[str, Any], reads: Sequence[int]) -> tuple
         raise SharpDraftError(f"{path} is broken: give another --out or --text") from error
     if found != about:
         raise SharpDraftError(
-            f"{path.parent} holds text made otherwise (see {path.name}): give another --out or --text"
+            f"{path.parent} holds text made otherwise (see {path.name}): give another --out or "
+            "--text"
         )
     if lacking := sorted(set(reads) - set(taps)):
         raise SharpDraftError(
-            f"the text in {path.parent} holds the states of layers {list(taps)}, not of {lacking}: write other text"
+            f"the text in {path.parent} holds the states of layers {list(taps)}, not of {lacking}: "
+            "write other text"
         )
     return taps
 

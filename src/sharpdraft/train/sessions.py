@@ -56,7 +56,8 @@ def chat_tokens(tokenizer, turn: str, *, first: bool) -> list[int]:  # type: ign
         text = text[text.index(_ANSWER) + len(_ANSWER) :]
         if not tokenizer.eos_token or not text.startswith(tokenizer.eos_token):
             raise SharpDraftError(
-                f"the target's chat template does not end an answer with {tokenizer.eos_token}: give single prompts"
+                f"the target's chat template does not end an answer with {tokenizer.eos_token}: "
+                "give single prompts"
             )
         text = text.removeprefix(tokenizer.eos_token)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

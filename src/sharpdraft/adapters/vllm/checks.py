@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...errors import SharpDraftError
-from ...method.scale import FixedSlope, Policy
+from ...method.policies import FixedSlope
+from ...method.scale import Policy
 
 TESTED = ("0.32",)
 """Versions of vLLM that the tests were run against; others with the same hooks run with a
@@ -34,20 +35,22 @@ def warnings_for(config: Any, policy: Policy, windows: Iterable[int | None]) -> 
     draft = speculative.draft_model_config
     if draft.max_model_len < served:
         found.append(
-            f"the drafter's maximum length is {draft.max_model_len} and {served} are served: beyond it vLLM drafts "
-            "nothing, or takes positions the drafter has no RoPE for; serve less, or raise its max_position_embeddings"
+            f"the drafter's maximum length is {draft.max_model_len} and {served} are served: "
+            "beyond it vLLM drafts nothing, or takes positions the drafter has no RoPE for; serve "
+            "less, or raise its max_position_embeddings"
         )
     rope, own = (_rope(c.hf_text_config) for c in (config.model_config, draft))
     if rope != "default" and own == "default":
         found.append(
-            f"the target's RoPE is of type {rope} and the drafter's is not: their positions part ways where "
-            "the target's are stretched; check the drafter's rope_parameters"
+            f"the target's RoPE is of type {rope} and the drafter's is not: their positions part "
+            "ways where the target's are stretched; check the drafter's rope_parameters"
         )
     if isinstance(policy, FixedSlope):
         short = sorted({w for w in windows if w is not None and w <= policy.reference})
         if short:
             found.append(
-                f"a window of {short[0]} Keys never exceeds N0 = {policy.reference}: scaling never acts there"
+                f"a window of {short[0]} Keys never exceeds N0 = {policy.reference}: scaling never "
+                "acts there"
             )
         if served <= policy.reference:
             found.append(
@@ -55,8 +58,8 @@ def warnings_for(config: Any, policy: Policy, windows: Iterable[int | None]) -> 
             )
     if speculative.method in ("dflash", "dspark") and config.kv_transfer_config is not None:
         found.append(
-            "a KV connector restores the target's Keys but not the drafter's, which are made from hidden states "
-            "(vLLM issue 47930): acceptance collapses on restored prefixes"
+            "a KV connector restores the target's Keys but not the drafter's, which are made from "
+            "hidden states (vLLM issue 47930): acceptance collapses on restored prefixes"
         )
     return found
 
@@ -72,7 +75,8 @@ def version_warnings() -> list[str]:
     if vllm.__version__.startswith(TESTED):
         return []
     return [
-        f"vLLM {vllm.__version__} has the hooks relied on, but was not tested; tested: {', '.join(TESTED)}"
+        f"vLLM {vllm.__version__} has the hooks relied on, but was not tested; tested: "
+        f"{', '.join(TESTED)}"
     ]
 
 
@@ -90,8 +94,8 @@ def norm_warnings(config: Any) -> list[str]:
     if torch.allclose(normed[1], 2 * normed[0]):
         return []
     return [
-        "this vLLM norms the context Keys of every DFlash layer with the first layer's weights: a drafter of several "
-        "layers accepts less here than it should; output is not affected"
+        "this vLLM norms the context Keys of every DFlash layer with the first layer's weights: a "
+        "drafter of several layers accepts less here than it should; output is not affected"
     ]
 
 
@@ -141,8 +145,9 @@ def doctor(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         return [*facts, "no --speculative-config: there is no drafter to scale"], []
     draft = speculative.draft_model_config
     facts.append(
-        f"drafter {speculative.model} ({speculative.method}), {speculative.num_speculative_tokens} drafts a round, "
-        f"up to {draft.max_model_len} tokens; {config.model_config.max_model_len} are served"
+        f"drafter {speculative.model} ({speculative.method}), {speculative.num_speculative_tokens} "
+        f"drafts a round, up to {draft.max_model_len} tokens; {config.model_config.max_model_len} "
+        "are served"
     )
     warnings = [*version_warnings(), *missing_hooks()]
     policy = policy_in(config)

@@ -258,7 +258,8 @@ def _start(drafter: Any) -> None:
     if policy is None:
         if is_asked(config):
             _log().info(
-                "sharpdraft: Frozen as asked; acceptance is counted by context length, nothing is scaled"
+                "sharpdraft: Frozen as asked; acceptance is counted by context length, nothing is "
+                "scaled"
             )
         return
     from vllm.forward_context import get_forward_context

@@ -80,7 +80,8 @@ def _count_in(scheduler: type, is_asked: Callable[[Any], bool]) -> None:
     original = scheduler.make_spec_decoding_stats  # type: ignore[attr-defined]
     if list(inspect.signature(original).parameters) != _MAKE:
         _LOG.error(
-            "sharpdraft: this vLLM counts drafts otherwise than relied on: none are counted by context length"
+            "sharpdraft: this vLLM counts drafts otherwise than relied on: none are counted by "
+            "context length"
         )
         return
 
