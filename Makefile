@@ -11,7 +11,7 @@ test: lint
 
 # Real vLLM on the CPU, one engine after another.
 test-vllm: $(READY_VLLM)
-	.venv-vllm/bin/python -m pytest -q tests/test_vllm.py tests/test_vllm_plugin.py
+	.venv-vllm/bin/python -m pytest -q tests/adapters -k vllm
 
 lint: $(READY)
 	.venv/bin/ruff check

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from sharpdraft.decode.session import Session
 from sharpdraft.drafters.dflash import DFlash
-from sharpdraft.hub.models import SMOLLM2, built_in_drafter, load_target, smollm2_dir
+from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter, smollm2_dir
+from sharpdraft.hub.targets import load_target
 from sharpdraft.lab.runs import machine
 from sharpdraft.workloads.tasks import recordings
 

@@ -19,7 +19,7 @@ import torch
 from rich.progress import track
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from sharpdraft.hub.models import smollm2_dir
+from sharpdraft.hub.smollm2 import smollm2_dir
 from sharpdraft.workloads.tasks import recordings
 
 

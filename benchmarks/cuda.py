@@ -66,7 +66,7 @@ def models(
     with torch.no_grad():
         model.lm_head.weight[:10] *= 0.1
         model.lm_head.weight[15:] *= 0.1
-    target = CausalLM(model.to(device, dtype))
+    target = CausalLM.of(model.to(device, dtype))
 
     def weights(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
         scale = 0.4 / (size / 64) ** 0.5
@@ -131,7 +131,7 @@ def models(
         "eagle3": Eagle3(
             {**shape, "num_hidden_layers": 1, **eagle_config}, weights(**eagle), target
         ),
-        "pard": Pard(CausalLM(pard.to(device, dtype)), 3, target, 5),
+        "pard": Pard(CausalLM.of(pard.to(device, dtype)), 3, target, 5),
     }
 
 

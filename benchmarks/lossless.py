@@ -23,7 +23,8 @@ from rich.progress import track
 from sharpdraft import FixedSlope
 from sharpdraft.decode.session import Session, round_together
 from sharpdraft.drafters import load_drafter
-from sharpdraft.hub.models import SMOLLM2, built_in_drafter, load_target
+from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter
+from sharpdraft.hub.targets import load_target
 from sharpdraft.lab.runs import Arm, arms_of, machine
 from sharpdraft.lab.several import Several
 from sharpdraft.workloads.tasks import recordings

@@ -24,7 +24,8 @@ from sharpdraft import FixedSlope
 from sharpdraft.decode.session import Session
 from sharpdraft.drafters import load_drafter
 from sharpdraft.drafters.base import likeliest
-from sharpdraft.hub.models import SMOLLM2, built_in_drafter, load_target
+from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter
+from sharpdraft.hub.targets import load_target
 from sharpdraft.lab.runs import machine
 from sharpdraft.method.scale import Policy
 from sharpdraft.workloads.tasks import recordings

@@ -37,7 +37,8 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 
 from sharpdraft.decode.session import Session, round_together
 from sharpdraft.drafters import load_drafter
-from sharpdraft.hub.models import SMOLLM2, built_in_drafter, load_target, smollm2_dir
+from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter, smollm2_dir
+from sharpdraft.hub.targets import load_target
 from sharpdraft.lab.backends.vllm import Engine
 from sharpdraft.lab.runs import Arm, catch_up, machine
 from sharpdraft.lab.several import Several

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from sharpdraft.hub.models import SMOLLM2, built_in_drafter, smollm2_dir
+from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter, smollm2_dir
 from sharpdraft.lab.backends.vllm import Engine
 from sharpdraft.method.scale import policy_to_settings
 from sharpdraft.method.settings import FROZEN, recommended

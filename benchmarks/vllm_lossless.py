@@ -24,7 +24,8 @@ import torch
 
 from sharpdraft.decode.session import Session
 from sharpdraft.drafters import load_drafter
-from sharpdraft.hub.models import SMOLLM2, built_in_drafter, load_target, smollm2_dir
+from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter, smollm2_dir
+from sharpdraft.hub.targets import load_target
 from sharpdraft.lab.backends.vllm import Engine
 from sharpdraft.method.scale import policy_to_settings
 from sharpdraft.method.settings import FROZEN, recommended

@@ -17,7 +17,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-from sharpdraft.hub.models import SMOLLM2, built_in_drafter, smollm2_dir
+from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter, smollm2_dir
 from sharpdraft.method.scale import policy_to_settings
 from sharpdraft.method.settings import recommended
 from sharpdraft.workloads.tasks import recordings

@@ -20,7 +20,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from sharpdraft.hub.models import SMOLLM2, built_in_drafter, smollm2_dir
+from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter, smollm2_dir
 from sharpdraft.workloads.tasks import recordings
 
 PORT = 8765

@@ -18,7 +18,8 @@ import time
 import torch
 
 from sharpdraft.decode.session import Session, round_together
-from sharpdraft.hub.models import SMOLLM2, load_target
+from sharpdraft.hub.smollm2 import SMOLLM2
+from sharpdraft.hub.targets import load_target
 from sharpdraft.lab.runs import machine
 from sharpdraft.workloads.tasks import recordings
 

@@ -14,11 +14,13 @@ from typing import Any
 
 from ..drafters.base import Drafter
 from ..errors import SharpDraftError
-from ..method.scale import Policy
+from ..method.scale import Scale
+from ..method.settings import DraftSettings
 from ..model.causal_lm import CausalLM
 from .rounds import Round
 from .sampling import GREEDY, Sampling
-from .session import Session, round_together
+from .session import Session
+from .step import step
 
 
 @dataclass(eq=False)
@@ -47,26 +49,30 @@ class Request:
 
 
 class Batch:
-    """Requests in the order they came, as many at once as fit.
-
-    max_tokens bounds the memory: contexts of all running requests together, in tokens, each counted
-    to its longest. policy: scales every request's drafts by its own Keys.
-    """
+    """Requests in the order they came, as many at once as fit."""
 
     def __init__(
         self,
         target: CausalLM,
         drafter: Drafter[Any] | None = None,
-        policy: Policy | None = None,
+        settings: DraftSettings | Scale | None = None,
         *,
-        block: int | None = None,
         max_requests: int = 16,
         max_tokens: int = 65_536,
     ) -> None:
-        self.target, self.drafter, self.policy, self.block = target, drafter, policy, block
+        """settings: of every request's drafts, which are scaled by its own Keys. max_tokens bounds
+        the memory: contexts of all running requests together, in tokens, each counted to its
+        longest.
+
+        Raises SharpDraftError for settings that the lab or this drafter cannot do.
+        """
+        self.target, self.drafter, self.settings = target, drafter, settings
         self.max_requests, self.max_tokens = max_requests, max_tokens
         self.waiting: deque[Request] = deque()
         self.running: dict[Request, Session] = {}
+        Session(
+            target, drafter, settings, capacity=2
+        )  # Wrong settings are found before the first request.
 
     def add(
         self,
@@ -113,8 +119,7 @@ class Batch:
             session = Session(
                 self.target,
                 self.drafter,
-                self.policy,
-                self.block if self.drafter else None,
+                self.settings,
                 capacity=request.size,
                 sampling=request.sampling,
             )
@@ -127,7 +132,7 @@ class Batch:
         if running := list(self.running):
             sessions = [self.running[request] for request in running]
             left = [request.max_new_tokens - len(request.tokens) for request in running]
-            rounds = round_together(sessions, left, [request.stop for request in running])
+            rounds = step(sessions, left, [request.stop for request in running])
             for request, done in zip(running, rounds, strict=True):
                 written.append((request, done))
                 self._took(request, done)

@@ -1,28 +1,25 @@
-"""Greedy rounds of fixed shape: the same operations on the same memory at every length, and one
-word from the device.
+"""Greedy rounds on static rows: the same operations on the same memory at every length.
 
-A round is two sequences of operations, draft and verify, that never ask the host: which drafts are
-accepted is decided on the device, which then tells tokens and their number at once. On CUDA each
-sequence is recorded as a graph, one for every power of two of Keys, and a round is two launches;
-elsewhere the same code runs as it is, which is how it is tested.
+A round is the steps of `step`, of which draft and verify never ask the host for anything: where the
+next rows stand is counted on the device. On CUDA both are recorded as graphs, one pair for every
+power of two of Keys, and a round is two launches; elsewhere the same code runs as it is, which is
+how it is tested.
 """
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..drafters.base import Drafter
-from ..model.attention import FixedRows
+from ..drafters.base import Draft
+from ..model.rows import Static
 from .rounds import Round, Stopwatch
-from .sampling import broken_logits
+from .step import Verified, accept, commit, draft, verify
 
 if TYPE_CHECKING:
     from .session import Session
@@ -30,13 +27,12 @@ if TYPE_CHECKING:
 _FEWEST_KEYS = 512
 
 
-class FixedRounds:
-    """Rounds of a session. They may alternate with other rounds, rewinding, and changes of policy
-    and drafter."""
+class StaticRounds:
+    """Rounds of a session. They may alternate with other rounds, rewinding, and changes of arm."""
 
     def __init__(self, session: Session) -> None:
         # The session holds its rounds, and its caches shall go when it goes.
-        self._session = weakref.ref(session)
+        self.session: Session = weakref.proxy(session)
         self.device = device = session.target.device
         self.start, self.anchor = (
             torch.zeros(1, dtype=torch.long, device=device) for _ in range(2)
@@ -46,21 +42,14 @@ class FixedRounds:
         self.passes: dict[Any, _Passes] = {}
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
-    @property
-    def session(self) -> Session:
-        session = self._session()
-        assert session is not None
-        return session
-
     def fits(self, limit: int) -> bool:
-        """Whether the next round can be one: greedy, with a whole block and room for it."""
+        """Whether the next round can be one: greedy, with all its drafts and room for them."""
         session = self.session
-        drafter = session.drafter if session.drafting else None
-        start, size = len(session.tokens) - 1, 1 if drafter is None else session.size
+        start, rows = len(session.tokens) - 1, session.num_drafts + 1
         room = session.cache.capacity
-        if drafter is not None:
+        if session.drafter is not None:
             room = min(room, session.drafts.capacity)
-        return session.sampler.greedy and size <= min(limit, start) and start + size <= room
+        return session.sampler.greedy and rows <= min(limit, start) and start + rows <= room
 
     @torch.inference_mode()
     def round(self, stop: Collection[int]) -> Round:
@@ -70,107 +59,88 @@ class FixedRounds:
 
     def _round(self, stop: Collection[int]) -> Round:
         session = self.session
-        drafter = session.drafter if session.drafting else None
         start, anchor = len(session.tokens) - 1, session.tokens[-1]
-        count = 0 if drafter is None else session.size - 1
-        session._catch_up()
-        began = time.perf_counter()
+        session.read_up()
+        clock = Stopwatch(self.device)
         keys = _FEWEST_KEYS
-        while keys < start + count + 1:
+        while keys < start + session.num_drafts + 1:
             keys *= 2
-        # Of several drafters on one session (`lab.several`) one is chosen. Passes keep their
-        # drafter, so that no other one has its id.
-        who = id(drafter), getattr(drafter, "chosen", None)
-        kind = (count, keys, session.policy if drafter is not None else None, who)
+        # Passes keep their drafter, so that no other one has its id.
+        kind = (session.num_drafts, keys, session.settings, id(session.drafter))
         if self.at != (start, anchor) or kind != self.kind:
-            if drafter is not None:
-                drafter.catch_up([session.drafts], [session.policy])
+            session.catch_up()
             if kind not in self.passes:
-                self.passes[kind] = self._prepare(drafter, count, keys, start, anchor)
+                self.passes[kind] = self._prepare(keys, start, anchor)
             self._load(start, anchor)
-        passes, clock = self.passes[kind], Stopwatch(self.device)
+        passes = self.passes[kind]
         # Should anything go wrong, the device is no longer where it was.
         self.at, self.kind = None, kind
         passes.draft()
         clock.mark()
         passes.verify()
-        *choice, accepted, numbers = passes.said.tolist()
-        if not numbers:
-            raise broken_logits()
-        self.at = start + accepted + 1, choice[accepted]
-        written = session._take(choice[: accepted + 1], stop)
-        if drafter is not None:
-            drafter.accept_fixed(session.drafts, [anchor, *written[:-1]])
-        drafting = clock.seconds() if drafter is not None else 0.0
-        whole = time.perf_counter() - began
-        return Round(tuple(written), start, count, len(written) - 1, drafting, whole - drafting)
+        drafts, verified = passes.drafts, passes.verified
+        (accepted,) = accept([session.sampler], [session.tokens], drafts, verified)
+        self.at = start + len(accepted), accepted[-1]
+        return clock.times_of(commit(passes.static, [session], verified, [accepted], [stop]))[0]
 
     def _load(self, start: int, anchor: int) -> None:
         self.start.fill_(start)
         self.anchor.fill_(anchor)
         self.at = start, anchor
 
-    def _prepare(
-        self, drafter: Drafter[Any] | None, count: int, keys: int, start: int, anchor: int
-    ) -> _Passes:
-        session, target = self.session, self.session.target
-        cache, drafts = session.cache, None if drafter is None else session.drafts
-        policy, taps = session.policy, () if drafter is None else session.taps
+    def _prepare(self, keys: int, start: int, anchor: int) -> _Passes:
+        session = self.session
         # Keys behind the last are hidden, but memory that was never written may hold what is no
         # number.
-        cache.blank()
-        if drafts is not None:
-            drafts.blank()
-        ids = torch.zeros(count + 1, dtype=torch.long, device=target.device)
-        said = torch.zeros(count + 3, dtype=torch.long, device=target.device)
+        session.cache.blank()
+        if session.drafter is not None:
+            session.drafts.blank()
+        passes = _Passes(session, Static(self.start, keys), self.anchor)
+        if self.pool is not None:
+            passes.record("draft", self.pool, lambda: self._load(start, anchor))
+            passes.record("verify", self.pool, lambda: self._load(start, anchor))
+        return passes
 
-        # Without `self`, which holds the passes and would be held by them.
-        at, last = self.start, self.anchor
 
-        def draft() -> None:
-            ids[:1].copy_(last)
-            if drafter is not None:
-                ids[1:].copy_(drafter.propose_fixed(drafts, at, last, count, policy, keys))
+class _Passes:
+    """Draft and verify of one shape, and where they leave what they find. `keys`: see
+    `StaticRows`."""
 
-        def verify() -> None:
-            where = FixedRows(cache, at, count + 1, keys, target.rotary)
-            logits, features, _ = target.run(ids[None], where, taps)
-            values, choice = logits[0].max(-1)
-            accepted = (choice[:-1] == ids[1:]).long().cumprod(0).sum(0, keepdim=True)
-            if drafter is not None:
-                drafter.observe_fixed(drafts, at, ids, features, keys)
-            said.copy_(torch.cat((choice, accepted, values.isfinite().all()[None].long())))
-            at.add_(accepted + 1)
-            last.copy_(choice.index_select(0, accepted))
+    drafts: list[Draft]
+    verified: Verified
 
-        if self.pool is None:
-            return _Passes(draft, verify, said, ())
-        graphs = self._record(draft, start, anchor), self._record(verify, start, anchor)
-        return _Passes(graphs[0], graphs[1], said, (draft, verify))
+    def __init__(self, session: Session, static: Static, anchor: Tensor) -> None:
+        self.session, self.static, self.anchor = session, static, anchor
+        self.draft: Callable[[], None] = self._draft
+        self.verify: Callable[[], None] = self._verify
 
-    def _record(self, run: Callable[[], None], start: int, anchor: int) -> Callable[[], None]:
-        """A CUDA graph of `run`, behind runs that choose kernels and workspaces."""
+    def _draft(self) -> None:
+        session = self.session
+        self.drafts = draft(self.static, [session], self.anchor, [session.num_drafts])
+
+    def _verify(self) -> None:
+        session = self.session
+        self.verified = found = verify(self.static, [session], self.anchor, self.drafts)
+        if session.drafter is not None:
+            cache, counts = [session.drafts], [len(found.ids)]
+            session.drafter.append(self.static, cache, found.ids, counts, found.features)
+        # The next round stands behind what is accepted.
+        accepted = (found.best[:-1] == found.ids[1:]).long().cumprod(0).sum(0, keepdim=True)
+        self.static.start.add_(accepted + 1)
+        self.anchor.copy_(found.best.index_select(0, accepted))
+
+    def record(self, name: str, pool: Any, load: Callable[[], None]) -> None:
+        """Make a CUDA graph of draft or verify, behind runs that choose kernels and workspaces."""
+        run: Callable[[], None] = getattr(self, f"_{name}")
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                self._load(start, anchor)
+                load()
                 run()
         torch.cuda.current_stream().wait_stream(side)
-        self._load(start, anchor)
+        load()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=pool):
             run()
-        return graph.replay
-
-
-@dataclass(frozen=True)
-class _Passes:
-    """Draft and verify, and where the second leaves its tokens, how many drafts it accepted, and
-    whether logits were numbers. `recorded`: what graphs were made of, whose tensors they go on
-    reading and writing."""
-
-    draft: Callable[[], None]
-    verify: Callable[[], None]
-    said: Tensor
-    recorded: tuple[Callable[[], None], ...]
+        setattr(self, name, graph.replay)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,11 +12,10 @@ import torch
 
 @dataclass(frozen=True)
 class Round:
-    """One round: what it wrote, at which context length (Keys before its anchor), and the seconds
-    it took.
+    """One round: what it wrote, at which context length (Keys before its anchor), and its seconds.
 
-    `accepted` counts the drafts that were written; the last of `tokens` is the target's own, or the
-    stop token that cut the round short.
+    `drafted` counts the tokens that were drafted, `accepted` those of them that were written; the
+    last of `tokens` is the target's own, or the stop token that cut the round short.
     """
 
     tokens: tuple[int, ...]
@@ -27,11 +27,12 @@ class Round:
 
 
 class Stopwatch:
-    """Seconds of the first part of a round: by the device's own clock where it runs behind the
-    host."""
+    """Seconds of a round and of its first part, from when this is made: by the device's own clock
+    where it runs behind the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.began = time.perf_counter()
         self.times = [self._now()]
 
     def _now(self) -> Any:
@@ -42,9 +43,16 @@ class Stopwatch:
         return event
 
     def mark(self) -> None:
+        """The first part, drafting, is over."""
         self.times.append(self._now())
 
-    def seconds(self) -> float:
-        """To be asked once the device has done both parts."""
+    def times_of(self, rounds: Sequence[Round]) -> list[Round]:
+        """The rounds with their seconds; to be asked once the device has done both parts."""
         first, second = self.times
-        return second - first if self.device.type != "cuda" else first.elapsed_time(second) / 1e3
+        cpu = self.device.type != "cuda"
+        drafted = second - first if cpu else first.elapsed_time(second) / 1e3
+        rest = time.perf_counter() - self.began - drafted
+        return [
+            replace(done, draft_seconds=drafted if done.drafted else 0.0, verify_seconds=rest)
+            for done in rounds
+        ]

@@ -12,21 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-)
 
 from ..drafters.base import Pick, likeliest
 from ..errors import SharpDraftError
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor
 
 
 @dataclass(frozen=True)
@@ -69,20 +64,24 @@ class Sampling:
                 f"repetition_penalty is {self.repetition_penalty}: it must be above 0; 1 is off"
             )
 
-    def filters(self) -> LogitsProcessorList:
-        """What logits go through before they are probabilities."""
-        found = LogitsProcessorList()
+    def filters(self) -> list[LogitsProcessor]:
+        """What logits go through, one behind the other, before they are probabilities."""
+        if self.repetition_penalty == 1 and not self.temperature:
+            return [*self.processors]
+        # Imported when it is needed: it takes seconds, and greedy decoding needs none of it.
+        import transformers as hf
+
+        found = [*self.processors]
         if self.repetition_penalty != 1:
-            found.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
-        found.extend(self.processors)
+            found.insert(0, hf.RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
         if self.temperature not in (0, 1):
-            found.append(TemperatureLogitsWarper(self.temperature))
+            found.append(hf.TemperatureLogitsWarper(self.temperature))
         if self.temperature and self.top_k:
-            found.append(TopKLogitsWarper(self.top_k))
+            found.append(hf.TopKLogitsWarper(self.top_k))
         if self.temperature and self.top_p < 1:
             found.append(TopP(self.top_p))
         if self.temperature and self.min_p:
-            found.append(MinPLogitsWarper(self.min_p))
+            found.append(hf.MinPLogitsWarper(self.min_p))
         return found
 
 
@@ -128,33 +127,27 @@ class Sampler:
             self.generator.seed()
         else:
             self.generator.manual_seed(sampling.seed)
-        self.drafted: list[Tensor] = []
 
     @property
     def greedy(self) -> bool:
         """Whether a token is simply the likeliest."""
         return not self.sampling.temperature and not self.filters
 
-    def drafts(self, tokens: Sequence[int], vocab: int) -> Pick:
-        """How a drafter chooses behind `tokens`; remembers the probabilities, which `verify` asks
-        for."""
-        self.drafted.clear()
+    def pick(self, tokens: Sequence[int], vocab: int) -> Pick:
+        """How a drafter chooses behind `tokens`, for a target of `vocab` tokens."""
         if not self.sampling.temperature or self.sampling.drafts == "likeliest":
             return likeliest
 
-        # Drafts of the same block are not yet among the tokens: any q is right, as long as it is
-        # drawn from.
+        # Drafts of one block are not yet among the tokens: any q is right, as long as it is drawn
+        # from.
         ids = self._ids(tokens)
 
-        def sampled(logits: Tensor, token_of: Tensor | None) -> Tensor:
+        def sampled(logits: Tensor, token_of: Tensor | None) -> tuple[Tensor, Tensor]:
             if token_of is not None:
                 whole = torch.full((len(logits), vocab), -torch.inf, device=logits.device)
                 logits = whole.index_copy_(1, token_of, logits.float())
-            chosen = []
-            for row in logits:
-                self.drafted.append(self._filtered(row, ids).softmax(-1))
-                chosen.append(draw(self.drafted[-1], self.generator))
-            return torch.tensor(chosen, device=logits.device)
+            shares = torch.stack([self._filtered(row, ids).softmax(-1) for row in logits])
+            return draws(shares, self.generator).to(logits.device), shares
 
         return sampled
 
@@ -162,13 +155,15 @@ class Sampler:
         self,
         logits: Tensor,
         tokens: Sequence[int],
-        proposed: Sequence[int],
+        proposed: Sequence[int] = (),
+        probabilities: Tensor | None = None,
         best: Sequence[int] | None = None,
     ) -> list[int]:
         """Drafts that are accepted, and one token more.
 
         logits [len(proposed) + 1, vocab]: row i says which token follows `tokens` and the first i
-        of `proposed`. best: the likeliest token of each row where the host knows it already. Raises
+        of `proposed`. probabilities [len(proposed), vocab]: what drafts were drawn with, see
+        `Draft`. best: the likeliest token of each row where the host knows it already. Raises
         SharpDraftError for logits that are not numbers.
         """
         if self.greedy:
@@ -183,28 +178,28 @@ class Sampler:
         for row, logit in enumerate(logits):
             scores = self._filtered(logit, ids[:, : len(tokens) + row])
             draft = proposed[row] if row < len(proposed) else None
+            drawn = None if probabilities is None or draft is None else probabilities[row]
             random = self.sampling.temperature > 0
             token = (
-                self._sampled(scores.softmax(-1), draft, row) if random else int(scores.argmax())
+                self._sampled(scores.softmax(-1), draft, drawn) if random else int(scores.argmax())
             )
             written.append(token)
             if token != draft:
                 break
         return written
 
-    def _sampled(self, target: Tensor, draft: int | None, row: int) -> int:
-        """The draft if it is accepted, else another token."""
+    def _sampled(self, target: Tensor, draft: int | None, drawn: Tensor | None) -> int:
+        """The draft if it is accepted, else another token. target, drawn: p and q, [vocab]."""
         if draft is None:
             return draw(target, self.generator)
-        drafted = self.drafted[row] if self.drafted else None
-        chance = float(target[draft]) / (1.0 if drafted is None else float(drafted[draft]))
+        chance = float(target[draft]) / (1.0 if drawn is None else float(drawn[draft]))
         if float(torch.rand((), generator=self.generator, dtype=torch.double)) < chance:
             return draft
-        if drafted is None:
+        if drawn is None:
             rest = target.clone()
             rest[draft] = 0
         else:
-            rest = (target - drafted).clamp_min_(0)
+            rest = (target - drawn).clamp_min_(0)
         # Where both distributions are the same to the last bit, a refusal is a rounding error.
         return draw(rest if float(rest.sum()) > 0 else target, self.generator)
 
@@ -217,7 +212,10 @@ class Sampler:
         _require_numbers(logits.max())
         if not self.filters:
             return logits.float()
-        return self.filters(ids.to(logits.device), logits.float()[None].clone())[0]
+        ids, scores = ids.to(logits.device), logits.float()[None].clone()
+        for each in self.filters:
+            scores = each(ids, scores)
+        return scores[0]
 
 
 def draw(weights: Tensor, generator: torch.Generator) -> int:

@@ -1,94 +1,156 @@
-"""The speculative loop: prefill, draft, verify, accept, roll back. One sequence, any drafter
-family.
-
-Names and the paper's: `start` is the anchor's position, which is the number of Keys the target has
-cached; `accepted` drafts and one bonus token make a round's output, so that MAL is the mean of
-accepted + 1.
-"""
+"""A conversation with a target: its tokens, its caches, and the drafters that help it on."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..drafters.base import Drafter, MassProbe, likeliest
+from ..drafters.base import Drafter, MassProbe
 from ..errors import SharpDraftError
-from ..method.scale import Policy
+from ..method.scale import Scale
+from ..method.settings import DraftSettings, Host, as_settings
 from ..model.causal_lm import CausalLM
-from .graphs import FixedRounds
-from .rounds import Round, Stopwatch
-from .sampling import GREEDY, Sampler, Sampling, broken_logits
+from .graphs import StaticRounds
+from .rounds import Round
+from .sampling import GREEDY, Sampler, Sampling
+from .step import RAGGED, step
 
 _PREFILL_ROWS = 512
 
+HOST = Host(
+    "the lab",
+    provides=("keys", "layer", "window", "sinks", "length"),
+    lacks={"scores": "the lab's kernels show a policy no scores, only counts of visible Keys"},
+)
 
-@dataclass
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to decode: a name, a drafter and its settings. No drafter: the target alone (AR)."""
+
+    name: str
+    drafter: str | None = None
+    settings: DraftSettings = field(default_factory=DraftSettings)
+
+
 class Session:
-    """A conversation whose caches stay across turns.
+    """A conversation whose caches stay across turns, and across arms.
 
-    Without a drafter, or with `drafting` off, it is target-only decoding (AR): a verification of no
-    drafts, by the same forward. `policy` (None is Frozen) and `drafting` may change between
-    answers, so that arms are compared on one prefix: rewind, change, generate again.
-
-    sampling: how tokens are chosen; greedily by default. It may change between answers too, each of
-    which starts from its seed.
-
-    block: tokens of a block, anchor included; default the drafter's. capacity: context length in
-    tokens; default the target's. Raises SharpDraftError for one that does not fit.
+    Target-only decoding (AR) is a verification of no drafts, by the same forward. What is used may
+    change between answers, so that arms are compared on one prefix: rewind, `use` another arm,
+    generate again. `sampling` may change between answers too, each of which starts from its seed.
     """
 
-    target: CausalLM
-    drafter: Drafter[Any] | None = None
-    policy: Policy | None = None
-    block: int | None = None
-    capacity: int | None = None
-    drafting: bool = True
-    sampling: Sampling = GREEDY
+    def __init__(
+        self,
+        target: CausalLM,
+        drafters: Drafter[Any] | Mapping[str, Drafter[Any]] | None = None,
+        settings: DraftSettings | Scale | None = None,
+        *,
+        capacity: int | None = None,
+        sampling: Sampling = GREEDY,
+    ) -> None:
+        """drafters: one, which is called "" and used with `settings` at once, or several by name,
+        of which none is used until `use` says so. capacity: context length in tokens; default the
+        target's.
 
-    def __post_init__(self) -> None:
-        limit = self.target.max_positions
-        self.capacity = limit if self.capacity is None else self.capacity
-        if not 2 <= self.capacity <= limit:
+        Raises SharpDraftError for a capacity that the target does not have, and as `use` does.
+        """
+        limit = target.max_positions
+        capacity = limit if capacity is None else capacity
+        if not 2 <= capacity <= limit:
             raise SharpDraftError(
-                f"context of {self.capacity} tokens asked for: this target takes 2 to {limit}"
+                f"context of {capacity} tokens asked for: this target takes 2 to {limit}"
             )
-        self.size = 1
-        self.taps: tuple[int, ...] = ()
-        if self.drafter is not None:
-            self.size = self.drafter.block_size if self.block is None else self.block
-            if not 2 <= self.size <= self.drafter.longest_block:
-                raise SharpDraftError(
-                    f"block size {self.size}: this drafter drafts blocks of 2 to "
-                    f"{self.drafter.longest_block} tokens (anchor included)"
-                )
-            self.taps = self.drafter.taps
-            self.drafts = self.drafter.new_cache(self.capacity)
-        self.cache = self.target.new_cache(self.capacity)
+        self.target, self.capacity, self.sampling = target, capacity, sampling
+        several = isinstance(drafters, Mapping)
+        self.drafters: dict[str, Drafter[Any]] = (
+            dict(drafters) if isinstance(drafters, Mapping) else {"": drafters} if drafters else {}
+        )
+        self.cache = target.new_cache(capacity)
+        self._caches = {name: each.new_cache(capacity) for name, each in self.drafters.items()}
+        self._reading: tuple[str, ...] = ()
+        self._static: StaticRounds | None = None
         self.tokens: list[int] = []
-        self.sampler = Sampler(self.sampling)
+        self.sampler = Sampler(sampling)
         self.prefill_seconds = 0.0
         self.finish = ""
-        self.fixed: FixedRounds | None = None
+        if several:
+            self.read_along()
+        else:
+            self.use(Arm("", "" if drafters else None, as_settings(settings)))
+
+    def use(self, arm: Arm) -> None:
+        """Decode this way from now on; tokens and caches stay.
+
+        Raises SharpDraftError for a drafter that is not there, and for settings that the lab or the
+        drafter cannot do.
+        """
+        if arm.drafter is None:
+            self.drafter, self._reading = None, ()
+        else:
+            if arm.drafter not in self.drafters:
+                raise SharpDraftError(f"there is no drafter '{arm.drafter}' in this session")
+            drafter = self.drafters[arm.drafter]
+            drafts = drafter.num_drafts
+            arm.settings.check(HOST, layers=len(drafter.views), drafts=drafts)
+            if not 1 <= (count := arm.settings.drafts or drafts) <= drafter.max_drafts:
+                raise SharpDraftError(
+                    f"length: {count} drafts a round, and this drafter drafts 1 to "
+                    f"{drafter.max_drafts}"
+                )
+            self.drafter, self._reading = drafter, (arm.drafter,)
+        self.arm = arm
+
+    def read_along(self) -> None:
+        """From now on every drafter takes in what is read, and none drafts."""
+        self.arm, self.drafter, self._reading = None, None, tuple(self.drafters)
+
+    drafter: Drafter[Any] | None
+    arm: Arm | None
+
+    @property
+    def settings(self) -> DraftSettings:
+        """Those of the arm in use."""
+        return DraftSettings() if self.arm is None else self.arm.settings
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that are drafted in a round; 0 for AR."""
+        return 0 if self.drafter is None else self.settings.drafts or self.drafter.num_drafts
+
+    @property
+    def in_use(self) -> Drafter[Any]:
+        """The drafter that is used, for who knows that there is one."""
+        assert self.drafter is not None
+        return self.drafter
+
+    @property
+    def drafts(self) -> Any:
+        """The cache of the drafter in use."""
+        return self._caches[self._reading[0]]
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs are read by drafters that take in tokens."""
+        return _taps([self.drafters[name] for name in self._reading])
 
     @property
     def room(self) -> int:
         """Tokens that still fit into the context."""
-        assert self.capacity is not None
         return self.capacity - len(self.tokens)
 
     def rewind(self, length: int) -> None:
         """Forget everything behind the first `length` tokens, the last of which is then unread, as
         behind an answer."""
         del self.tokens[length:]
-        read = max(length - 1, 0)
-        self.cache.length = min(self.cache.length, read)
-        if self.drafter is not None:
-            self.drafts.length = min(self.drafts.length, read)
+        for cache in (self.cache, *self._caches.values()):
+            cache.length = min(cache.length, max(length - 1, 0))
 
     def read(self, prompt: Sequence[int]) -> Tensor:
         """Take in tokens behind everything so far; returns the logits behind the last one, [1, 1,
@@ -110,43 +172,58 @@ class Session:
                 f"{self.capacity} are left"
             )
         self.tokens.extend(prompt)
-        return self._feed(len(self.tokens))
+        return self._read_to(len(self.tokens))
 
-    def _feed(self, end: int) -> Tensor:
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Put a known text behind everything so far; its last token stays unread, as behind an
+        answer."""
+        if len(tokens) > 1:
+            self.read(tokens[:-1])
+        self.tokens.extend(tokens[-1:])
+
+    def catch_up(self) -> None:
+        """Do now what the next draft would have to do for the tokens so far."""
+        self.read_up()
+        if self.drafter is not None:
+            self.drafter.catch_up([self.drafts], [self.settings])
+
+    def read_up(self) -> None:
+        """Read what the target or the drafter in use has not read, up to the last token."""
+        start = len(self.tokens) - 1
+        lengths = [self._caches[name].length for name in self._reading]
+        if min(self.cache.length, *lengths, start) < start:
+            self._read_to(start)
+
+    @torch.inference_mode()
+    def _read_to(self, end: int) -> Tensor:
         """Run the tokens up to `end` that are not cached yet; returns the logits behind the last,
         [1, 1, vocab].
 
-        What was written with `drafting` off is read again once it is on: the drafter needs its
-        features.
+        What a drafter has missed is read again once it is to read: it needs the target's features.
         """
-        drafter = self.drafter if self.drafting else None
-        if drafter is not None:
-            self.cache.length = self.drafts.length = min(self.cache.length, self.drafts.length)
-        taps = () if drafter is None else self.taps
-        while (past := self.cache.length) < end:
+        caches = [self._caches[name] for name in self._reading]
+        past = min(self.cache.length, *(cache.length for cache in caches), end)
+        for cache in (self.cache, *caches):
+            cache.length = past
+        while past < end:
             # A multi-row forward over the rest of the context is cheap in chunks and needs one
             # chunk's memory.
             chunk = self.tokens[past : min(past + _PREFILL_ROWS, end)]
-            logits, features, _ = self.target.forward(
-                self._ids(chunk), self.cache, taps, logits_from=-1
-            )
-            if drafter is not None:
-                drafter.observe([self.drafts], [chunk], features)
+            ids, taps = torch.tensor([chunk], device=self.target.device), self.taps
+            logits, features, _ = self.target.forward(ids, self.cache, taps, logits_from=-1)
+            states = dict(zip(taps, features, strict=True))
+            for name in self._reading:
+                drafter, own = self.drafters[name], [self._caches[name]]
+                mine = [states[tap] for tap in drafter.taps]
+                drafter.append(RAGGED, own, ids[0], [len(chunk)], mine)
+                drafter.commit(RAGGED, own, [chunk])
+            past += len(chunk)
         return logits
 
-    def _catch_up(self) -> None:
-        """Read what was written with `drafting` or all reading off, up to the last token, which
-        stays unread."""
-        start = len(self.tokens) - 1
-        drafting = self.drafting and self.drafter is not None
-        if self.cache.length < start or (drafting and self.drafts.length < start):
-            self._feed(start)
-
-    def _take(self, written: list[int], stop: Collection[int]) -> list[int]:
-        """Write a round's tokens, none behind a stop token; Keys of refused drafts lie beyond the
-        cache's length then and are overwritten."""
-        ends = (i + 1 for i, token in enumerate(written) if token in stop)
-        written = written[: next(ends, None)]
+    def write(self, tokens: Sequence[int], stop: Collection[int]) -> list[int]:
+        """Write a round's tokens, none behind a stop token; all but the last have been read."""
+        ends = (i + 1 for i, token in enumerate(tokens) if token in stop)
+        written = list(tokens[: next(ends, None)])
         self.cache.length = len(self.tokens) - 1 + len(written)
         self.tokens.extend(written)
         return written
@@ -156,7 +233,7 @@ class Session:
         began = time.perf_counter()
         self.sampler = Sampler(self.sampling)
         logits = self.read(prompt)[0]
-        (first,) = self.sampler.verify(logits, self.tokens, ())
+        (first,) = self.sampler.verify(logits, self.tokens)
         self.tokens.append(first)
         self.prefill_seconds = time.perf_counter() - began
         return first
@@ -164,14 +241,14 @@ class Session:
     def round(
         self, limit: int, stop: Collection[int] = (), probe: MassProbe | None = None
     ) -> Round:
-        """Draft, verify and accept once, writing at most `limit` tokens and none behind a stop
-        token."""
-        # A GPU is slower to be told what to do than to do it.
+        """Draft, verify, accept and commit once, writing at most `limit` tokens and none behind a
+        stop token."""
+        # Launch-bound: replay CUDA graphs.
         if self.target.device.type == "cuda" and probe is None:
-            self.fixed = self.fixed or FixedRounds(self)
-            if self.fixed.fits(limit):
-                return self.fixed.round(stop)
-        return round_together([self], [limit], [stop], probe)[0]
+            self._static = self._static or StaticRounds(self)
+            if self._static.fits(limit):
+                return self._static.round(stop)
+        return step([self], [limit], [stop], probe)[0]
 
     def generate(
         self,
@@ -204,120 +281,8 @@ class Session:
                 last, left = done.tokens[-1], left - len(done.tokens)
                 yield done
 
-    def _ids(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor([tokens], dtype=torch.long, device=self.target.device)
 
-
-def round_together(
-    sessions: Sequence[Session],
-    limits: Sequence[int],
-    stops: Sequence[Collection[int]],
-    probe: MassProbe | None = None,
-) -> list[Round]:
-    """One round of several sessions in the same passes, each at its own length; see
-    `Session.round`.
-
-    They share target and drafter; each has its own policy, sampling, drafting and block. The
-    seconds in a Round are those of the whole pass.
-    """
-    target, drafter = sessions[0].target, sessions[0].drafter
-    for session in sessions:
-        session._catch_up()
-    began = time.perf_counter()
-    clock = Stopwatch(target.device)
-    # draft: the block's tail may be shorter where little is left to write
-    drafting = [s for s in sessions if s.drafting and drafter is not None]
-    counts = [
-        min(s.size, limit) - 1 if s.drafting and drafter else 0
-        for s, limit in zip(sessions, limits, strict=True)
-    ]
-    proposed: dict[int, Tensor] = {}
-    for count in sorted(set(counts) - {0}):
-        assert drafter is not None
-        group = [i for i, own in enumerate(counts) if own == count]
-        drafts = drafter.propose(
-            [sessions[i].drafts for i in group],
-            [sessions[i].tokens[-1] for i in group],
-            count,
-            [sessions[i].policy for i in group],
-            [sessions[i].sampler.drafts(sessions[i].tokens, target.vocab_size) for i in group],
-            probe,
-        )
-        proposed |= dict(zip(group, drafts, strict=True))
-    clock.mark()
-    # verify: a session's row i says which token follows its block's first i + 1
-    anchors = torch.tensor([[s.tokens[-1]] for s in sessions], device=target.device)
-    ids = torch.cat(
-        [
-            part
-            for i, anchor in enumerate(anchors)
-            for part in (anchor, proposed.get(i))
-            if part is not None
-        ]
-    )
-    rows = [1 + count for count in counts]
-    taps = sessions[0].taps if drafting else ()
-    logits, features, _ = target.forward(ids[None], [s.cache for s in sessions], taps, rows=rows)
-    values, best = logits[0].max(-1)
-    # The one word that the host waits for; only sampling asks for more.
-    *said, numbers = torch.cat((ids, best, values.isfinite().all()[None])).tolist()
-    if not numbers:
-        for session in sessions:
-            session.cache.length = len(session.tokens) - 1
-        raise broken_logits()
-    rounds, first = [], 0
-    read: list[list[int]] = []
-    kept: list[Tensor] = []
-    for session, own, count, stop in zip(sessions, logits[0].split(rows), rows, stops, strict=True):
-        start = len(session.tokens) - 1
-        anchor, *block = said[first : first + count]
-        own_best = said[len(ids) + first :][:count]
-        # accept: drafts while they hold, then the target's own token; roll back the rest
-        written = session._take(session.sampler.verify(own, session.tokens, block, own_best), stop)
-        if session.drafting and drafter is not None:
-            read.append([anchor, *written[:-1]])
-            kept.append(torch.arange(first, first + len(written)))
-        first += count
-        rounds.append(Round(tuple(written), start, count - 1, len(written) - 1, 0.0, 0.0))
-    if drafter is not None and drafting:
-        if len(sessions) > 1:
-            index = torch.cat(kept).to(target.device)
-            features = [f[:, index] for f in features]
-        else:
-            features = [f[:, : len(read[0])] for f in features]
-        drafter.observe([s.drafts for s in drafting], read, features)
-    drafted = clock.seconds()
-    rest = time.perf_counter() - began - drafted
-    return [
-        replace(done, draft_seconds=drafted if done.drafted else 0.0, verify_seconds=rest)
-        for done in rounds
-    ]
-
-
-def replay(
-    session: Session, start: int, policy: Policy | None, probe: MassProbe | None = None
-) -> Iterator[Round]:
-    """The rounds that a policy would have had from the anchor at `start` to the end of a session's
-    text.
-
-    Decoding is lossless, so the target's text is known and only drafting runs: policies are
-    compared on the same features in a fraction of the time. The session must hold the target's own
-    text, read with drafting on.
-    """
-    drafter, cache, tokens = session.drafter, session.drafts, session.tokens
-    assert drafter is not None
-    while (left := len(tokens) - 1 - start) > 0:
-        count = min(session.size, left) - 1
-        accepted = 0
-        began = time.perf_counter()
-        if count > 0:
-            # The block's Keys are written where the known text's are, and those are needed again.
-            with cache.borrowed(start, count + 1):
-                drafts = drafter.propose(
-                    [cache], [tokens[start]], count, [policy], [likeliest], probe
-                )[0].tolist()
-            while accepted < count and drafts[accepted] == tokens[start + 1 + accepted]:
-                accepted += 1
-        written = tuple(tokens[start + 1 : start + 2 + accepted])
-        yield Round(written, start, count, accepted, time.perf_counter() - began, 0.0)
-        start += accepted + 1
+def _taps(drafters: Sequence[Drafter[Any]]) -> tuple[int, ...]:
+    if len(drafters) == 1:
+        return drafters[0].taps
+    return tuple(sorted({tap for each in drafters for tap in each.taps}))

@@ -1,28 +1,50 @@
-"""What the loop asks of a drafter, whatever its family."""
+"""What decoding asks of a drafter, whatever its family, and what it gets: a `Draft`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from ..method.scale import Policy
+from ..method.settings import DraftSettings
+from ..method.visible import View
+from ..model.rows import Placement
 
 # Called with the layer's index and the top-k attention mass of its proposal rows, [heads, rows].
 MassProbe = Callable[[int, Tensor], None]
 
+# Chooses tokens, int64 [rows], from logits [rows, draft vocab] and the tokens that these stand for,
+# int64 [draft vocab] (None: the target's, in order). Beside them the probabilities that they were
+# drawn with, float32 [rows, target vocab]; None for the likeliest token of each row.
+Pick = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
-# Chooses tokens int64 [rows] from logits [rows, draft vocab] and the tokens these stand for, int64
-# [draft vocab]; None for those of the target in order.
-Pick = Callable[[Tensor, Tensor | None], Tensor]
 
-
-def likeliest(logits: Tensor, token_of: Tensor | None) -> Tensor:
+def likeliest(logits: Tensor, token_of: Tensor | None) -> tuple[Tensor, None]:
     """The greedy Pick."""
     choice = logits.argmax(-1)
-    return choice if token_of is None else token_of[choice]
+    return choice if token_of is None else token_of[choice], None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What is drafted behind an anchor, the last token that is known.
+
+    tokens: int64 [n], on the target's device. parents: which token each one follows, -1 being the
+    anchor. probabilities: the distribution q that each was drawn from, float32 [n, vocab]; None
+    where each is the drafter's likeliest.
+    """
+
+    tokens: Tensor
+    parents: tuple[int, ...]
+    probabilities: Tensor | None = None
+
+    @classmethod
+    def chain(cls, tokens: Tensor, probabilities: Tensor | None = None) -> Draft:
+        """Tokens that follow each other."""
+        return cls(tokens, tuple(range(-1, len(tokens) - 1)), probabilities)
 
 
 class DraftCache(Protocol):
@@ -48,73 +70,64 @@ Cache = TypeVar("Cache", bound=DraftCache)
 class Drafter(Protocol[Cache]):
     """A drafter bound to its target.
 
-    taps: layers of the target whose output hidden states it reads. block_size: tokens of a block,
-    anchor included, that it drafts by default; longest_block: at most.
+    taps: layers of the target whose output hidden states it reads. num_drafts: tokens that it
+    drafts by default; max_drafts: at most. views: what the rows of each of its attention layers
+    see, as its checkpoint has it.
+
+    `at` says where rows stand: behind what the caches hold, which the host knows, or at a slot that
+    the device alone knows; then nothing is asked of the device.
     """
 
     taps: tuple[int, ...]
-    block_size: int
-    longest_block: int
+    num_drafts: int
+    max_drafts: int
+    views: tuple[View, ...]
 
     def new_cache(self, capacity: int) -> Cache:
         """A cache for contexts of `capacity` tokens."""
         ...
 
-    def observe(
-        self, caches: Sequence[Cache], tokens: Sequence[Sequence[int]], features: Sequence[Tensor]
+    def append(
+        self,
+        at: Placement,
+        caches: Sequence[Cache],
+        tokens: Tensor,
+        counts: Sequence[int],
+        features: Sequence[Tensor],
     ) -> None:
-        """Append each request's verified tokens: their ids, and the tapped hidden states of all of
-        them, one request behind the other, each [1, rows, hidden]."""
+        """Take in tokens behind those of each cache; `commit` then says how many of them count.
+
+        tokens: int64, `counts` of each request, one request behind the other. features: their
+        tapped hidden states, each [1, rows, hidden].
+        """
         ...
 
-    def catch_up(self, caches: Sequence[Cache], policies: Sequence[Policy | None]) -> None:
-        """Do now what the next draft would have to do for the tokens that were observed."""
+    def commit(
+        self, at: Placement, caches: Sequence[Cache], tokens: Sequence[Sequence[int]]
+    ) -> None:
+        """Count those of the appended tokens that are verified: the first ones."""
+        ...
+
+    def catch_up(self, caches: Sequence[Cache], settings: Sequence[DraftSettings]) -> None:
+        """Do now what the next draft would have to do for the tokens that were appended."""
         ...
 
     def propose(
         self,
+        at: Placement,
         caches: Sequence[Cache],
-        anchors: Sequence[int],
+        anchors: Tensor,
         count: int,
-        policies: Sequence[Policy | None],
+        settings: Sequence[DraftSettings],
         picks: Sequence[Pick],
         probe: MassProbe | None = None,
-    ) -> Tensor:
-        """Draft `count` tokens behind each request's anchor, which stands behind what was observed.
-        int64 [requests, count].
+    ) -> list[Draft]:
+        """Draft `count` tokens behind each request's anchor, int64 [requests], which stands behind
+        what its cache holds.
 
-        policies: each scales its request's Queries by the Keys that each row sees; None is the
-        drafter as released. Cached Keys and Values are never touched. picks: each chooses its
+        settings: each request's own, of one view; its policy scales the request's Queries by the
+        Keys that each row sees. Cached Keys and Values are never touched. picks: each chooses its
         request's tokens, of all rows at once or one by one along a chain. probe: called with the
         top-k attention mass of the proposal rows of a single request.
         """
-        ...
-
-    def propose_fixed(
-        self,
-        cache: Cache,
-        start: Tensor,
-        anchor: Tensor,
-        count: int,
-        policy: Policy | None,
-        keys: int,
-    ) -> Tensor:
-        """Draft greedily as `propose` does, int64 [count], with nothing but operations on the
-        device.
-
-        start: the anchor's position, int64 [1], at least `count + 1`; anchor: int64 [1]; keys: see
-        `FixedRows`.
-        """
-        ...
-
-    def observe_fixed(
-        self, cache: Cache, start: Tensor, tokens: Tensor, features: Sequence[Tensor], keys: int
-    ) -> None:
-        """Take in a block, int64 [rows], whose first token stands at `start` [1], and its features,
-        as `observe` does but for the length: of the block some tokens may turn out refused, and the
-        next block is written over them."""
-        ...
-
-    def accept_fixed(self, cache: Cache, tokens: Sequence[int]) -> None:
-        """Count what `observe_fixed` took in, once the host knows which tokens were accepted."""
         ...

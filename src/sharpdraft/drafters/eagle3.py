@@ -12,85 +12,38 @@ Checkpoints are read in the layouts of SafeAILab and SpecForge (`LlamaForCausalL
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
 from ..errors import SharpDraftError
-from ..method.scale import Policy
+from ..method.settings import DraftSettings
 from ..method.theory import attention_mass
-from ..model.attention import CAUSAL, FixedRows, Rotary, Rows, Segments, chain_gains
-from ..model.cache import KVCache
+from ..method.visible import CAUSAL, View
 from ..model.causal_lm import CausalLM
+from ..model.config import Config
 from ..model.linear import Linear
+from ..model.rotary import rotary_of
+from ..model.rows import Placement, RaggedRows, Rows, Static
 from ..model.stack import Layer, Stack
-from .base import MassProbe, Pick, likeliest
+from .base import Draft, MassProbe, Pick
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
+from .formats import eagle3_shapes
+from .pair_cache import PairCache
+from .registry import drafts_of
 
-ARCHITECTURES = (
-    "LlamaForCausalLMEagle3",
-    "Eagle3LlamaForCausalLM",
-    "Eagle3DraftModel",
-    "Eagle3Speculator",
-)
-_DRAFTS = 5  # By default: what a chain's later tokens add does not pay for the passes they take.
-_LONGEST = 32
-
-
-class PairCache(KVCache):
-    """Keys and Values of pairs (state, next token), and the states and tokens themselves.
-
-    The last state of all waits for its token, so that one pair fewer is cached than there are
-    tokens.
-    """
-
-    def __init__(
-        self,
-        kv_heads: int,
-        head_dim: int,
-        hidden: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.pairs = 0
-        super().__init__(1, kv_heads, head_dim, capacity + _LONGEST, dtype=dtype, device=device)
-        self.states = torch.empty(capacity, hidden, dtype=dtype, device=device)
-        self.tokens = torch.empty(capacity, dtype=torch.long, device=device)
-
-    @property
-    def length(self) -> int:
-        return self._length
-
-    @length.setter
-    def length(self, length: int) -> None:
-        # Where a rolled-back text goes on otherwise, the pairs behind are others.
-        self._length, self.pairs = length, min(self.pairs, max(length - 1, 0))
-
-    def rows(self) -> range:
-        """Positions whose pair is known and not yet cached."""
-        return range(self.pairs, max(self.length - 1, 0))
-
-    @contextmanager
-    def borrowed(self, start: int, rows: int) -> Iterator[None]:
-        """Stand at `start` for a while; pairs that are written over are made again from the
-        states."""
-        seen = self.length
-        self.length = start
-        try:
-            yield
-        finally:
-            self.length = seen
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+_MOST_DRAFTS = 32
 
 
 class Eagle3:
     """An EAGLE-3 or 3.1 drafter bound to its target."""
+
+    views: tuple[View, ...] = (CAUSAL,)
 
     def __init__(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: CausalLM
@@ -107,7 +60,7 @@ class Eagle3:
             name.replace("midlayer.", "layers.0.").removeprefix("model."): t
             for name, t in tensors.items()
         }
-        shapes = self._shapes(parsed, named)
+        shapes = eagle3_shapes(self, parsed.intermediate_size, parsed.attention_bias, named)
         check_tensors(shapes, named, known={"t2d", "embed_tokens.weight", "lm_head.weight", "d2t"})
         dtype, device = target.dtype, target.device
         get = {name: named[name].to(device=device, dtype=dtype) for name in shapes if name != "d2t"}
@@ -150,17 +103,14 @@ class Eagle3:
                 raise SharpDraftError(
                     "the drafter's d2t maps to tokens outside the target's vocabulary"
                 )
-        self.rotary = Rotary(
-            LlamaRotaryEmbedding(parsed), max(self.max_positions, target.max_positions), device
-        )
+        positions = max(self.max_positions, target.max_positions)
+        self.rotary = rotary_of(parsed, positions, device)
 
-    def _read_config(self, config: Mapping[str, Any]) -> LlamaConfig:
+    def _read_config(self, config: Mapping[str, Any]) -> Config:
         speculators = "transformer_layer_config" in config
         inner = {**config.get("transformer_layer_config", {}), **({} if speculators else config)}
         eagle = {**config, **(config.get("eagle_config") or {})}
-        parsed = LlamaConfig(
-            **{k: v for k, v in inner.items() if k not in ("architectures", "auto_map")}
-        )
+        parsed = Config.of(inner, "llama")
         self.hidden_size: int = parsed.hidden_size
         self.heads: int = parsed.num_attention_heads
         self.kv_heads: int = parsed.num_key_value_heads
@@ -178,9 +128,8 @@ class Eagle3:
         count = self.target.num_layers
         ids = eagle.get("eagle_aux_hidden_state_layer_ids") or (2, count // 2, count - 3)
         self.taps = tuple(int(i) - 1 for i in ids)
-        methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-        self.block_size = min(int(methods[0].get("speculative_tokens", _DRAFTS)), _LONGEST) + 1
-        self.longest_block = _LONGEST + 1
+        self.max_drafts = _MOST_DRAFTS
+        self.num_drafts = min(drafts_of(config), self.max_drafts)
         if parsed.num_hidden_layers != 1:
             raise SharpDraftError(
                 f"the drafter has {parsed.num_hidden_layers} layers: EAGLE-3 drafters of one are "
@@ -194,7 +143,7 @@ class Eagle3:
         fit."""
         return cls(read_json(directory), read_tensors(directory), target)
 
-    def _check_target(self, parsed: LlamaConfig) -> None:
+    def _check_target(self, parsed: Config) -> None:
         target = self.target
         for what, ours, theirs in (
             ("hidden size", self.hidden_size, target.hidden_size),
@@ -208,73 +157,53 @@ class Eagle3:
                 f"{list(self.taps)}, the target's are 0 to {target.num_layers - 1}"
             )
 
-    def _shapes(
-        self, parsed: LlamaConfig, tensors: Mapping[str, Tensor]
-    ) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of a whole checkpoint."""
-        size, inner = self.hidden_size, parsed.intermediate_size
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        layer = "layers.0"
-        projections = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        shapes: dict[str, tuple[int, ...]] = {
-            "fc.weight": (size, len(self.taps) * size),
-            "norm.weight": (size,),
-            f"{layer}.self_attn.o_proj.weight": (size, q),
-            f"{layer}.mlp.gate_proj.weight": (inner, size),
-            f"{layer}.mlp.up_proj.weight": (inner, size),
-            f"{layer}.mlp.down_proj.weight": (size, inner),
-        }
-        shapes |= {
-            f"{layer}.self_attn.{name}.weight": (rows, 2 * size)
-            for name, rows in projections.items()
-        }
-        if parsed.attention_bias:
-            shapes |= {
-                f"{layer}.self_attn.{name}.bias": (rows,) for name, rows in projections.items()
-            }
-        shapes |= {
-            f"{layer}.{n}.weight": (size,)
-            for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-        }
-        if self.norm_before_fc:
-            shapes["input_norm.weight"] = (len(self.taps) * size,)
-        if self.has_tap_norms:
-            shapes |= {f"fc_norm.{i}.weight": (size,) for i in range(len(self.taps))}
-        if "embed_tokens.weight" in tensors:
-            shapes["embed_tokens.weight"] = (self.vocab_size, size)
-        reduced = self.draft_vocab_size != self.vocab_size
-        if reduced or "lm_head.weight" in tensors:
-            shapes["lm_head.weight"] = (self.draft_vocab_size, size)
-        if reduced:
-            shapes["d2t"] = (self.draft_vocab_size,)
-        return shapes
-
     def new_cache(self, capacity: int) -> PairCache:
         return PairCache(
             self.kv_heads,
             self.head_dim,
             self.hidden_size,
             capacity,
+            self.max_drafts,
             self.target.dtype,
             self.target.device,
         )
 
     @torch.inference_mode()
-    def observe(
+    def append(
         self,
+        at: Placement,
         caches: Sequence[PairCache],
-        tokens: Sequence[Sequence[int]],
+        tokens: Tensor,
+        counts: Sequence[int],
         features: Sequence[Tensor],
     ) -> None:
-        """Append verified tokens and their fused states, and cache every pair whose token is known
-        by that; see `family.Drafter`."""
-        states = self._fused(features).split([len(each) for each in tokens])
-        for cache, own, state in zip(caches, tokens, states, strict=True):
-            end = cache.length + len(own)
-            cache.states[cache.length : end] = state
-            cache.tokens[cache.length : end] = torch.tensor(own)
-            cache.length = end
-        self._cache_pairs(caches)
+        """Keep the tokens and their fused states, and cache every pair whose token is known by
+        that; see `base.Drafter`."""
+        states = self._fused(features)
+        if isinstance(at, Static):
+            (cache,) = caches
+            slots = at.start + torch.arange(len(tokens), device=tokens.device)
+            cache.states.index_copy_(0, slots, states)
+            cache.tokens.index_copy_(0, slots, tokens)
+            rows = at.rows(caches, counts, self.rotary, offset=-1)
+            self._cache_pairs(rows, cache.states.index_select(0, slots - 1), tokens)
+            return
+        ends = [cache.length + count for cache, count in zip(caches, counts, strict=True)]
+        parts = zip(
+            caches, ends, states.split(list(counts)), tokens.split(list(counts)), strict=True
+        )
+        for cache, end, own_states, own_tokens in parts:
+            cache.states[cache.length : end] = own_states
+            cache.tokens[cache.length : end] = own_tokens
+        self._cache_up_to(caches, ends)
+
+    def commit(
+        self, at: Placement, caches: Sequence[PairCache], tokens: Sequence[Sequence[int]]
+    ) -> None:
+        """Count verified tokens; see `base.Drafter`."""
+        for cache, own in zip(caches, tokens, strict=True):
+            cache.length += len(own)
+            cache.pairs = max(cache.length - 1, 0)
 
     def _fused(self, features: Sequence[Tensor]) -> Tensor:
         """One state for each row's tapped ones: [rows, hidden]."""
@@ -287,126 +216,98 @@ class Eagle3:
             fused = F.rms_norm(fused, (fused.shape[-1],), self.fusion_norm, self.eps)
         return self.fc(fused)[0]
 
-    def _cache_pairs(self, caches: Sequence[PairCache]) -> None:
-        waiting = [cache for cache in caches if cache.rows()]
-        if not waiting:
+    def _cache_up_to(self, caches: Sequence[PairCache], ends: Sequence[int]) -> None:
+        """Cache the pairs of the first tokens of each cache, up to its end, that are not cached
+        yet; the last token's state waits for the next."""
+        known = [
+            (cache, range(cache.pairs, end - 1)) for cache, end in zip(caches, ends, strict=True)
+        ]
+        known = [(cache, pairs) for cache, pairs in known if pairs]
+        if not known:
             return
-        known = [cache.rows() for cache in waiting]
-        segments = Segments(waiting, [k.start for k in known], [len(k) for k in known], self.rotary)
-        pairs = list(zip(waiting, known, strict=True))
+        waiting, starts = [cache for cache, _ in known], [pairs.start for _, pairs in known]
+        rows = RaggedRows(waiting, starts, [len(pairs) for _, pairs in known], self.rotary)
         # With a single layer, what later rows need of a pair depends on the pair alone.
-        states = torch.cat([cache.states[k.start : k.stop] for cache, k in pairs])
-        tokens = torch.cat([cache.tokens[k.start + 1 : k.stop + 1] for cache, k in pairs])
-        _, keys, values = self._qkv(self._row(states[None], tokens[None]), segments)
-        for cache, start, own_keys, own_values in zip(
-            waiting,
-            segments.starts,
-            keys.split(segments.counts, 2),
-            values.split(segments.counts, 2),
-            strict=True,
-        ):
-            cache.write(0, start, own_keys, own_values)
-            cache.pairs = start + own_keys.shape[2]
+        states = torch.cat([cache.states[p.start : p.stop] for cache, p in known])
+        tokens = torch.cat([cache.tokens[p.start + 1 : p.stop + 1] for cache, p in known])
+        self._cache_pairs(rows, states, tokens)
+        for cache, pairs in known:
+            cache.pairs = pairs.stop
+
+    def _cache_pairs(self, rows: Rows, states: Tensor, tokens: Tensor) -> None:
+        """Write Keys and Values of pairs: states [rows, hidden], and the tokens [rows] behind
+        them."""
+        row = self._row(states[None], tokens[None])
+        heads = self.heads + 2 * self.kv_heads
+        qkv = self.qkv(row).view(1, row.shape[1], heads, self.head_dim).transpose(1, 2)
+        _, keys, values = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        rows.write(0, rows.rotate(keys), values)
 
     @torch.inference_mode()
-    def catch_up(self, caches: Sequence[PairCache], policies: Sequence[Policy | None]) -> None:
-        """Cache pairs that were written over; else they are cached as they are observed, whatever
-        the policy."""
-        self._cache_pairs(caches)
+    def catch_up(self, caches: Sequence[PairCache], settings: Sequence[DraftSettings]) -> None:
+        """Cache pairs that were written over; else they are cached as they are appended, whatever
+        the settings."""
+        self._cache_up_to(caches, [cache.length for cache in caches])
 
     @torch.inference_mode()
     def propose(
         self,
+        at: Placement,
         caches: Sequence[PairCache],
-        anchors: Sequence[int],
+        anchors: Tensor,
         count: int,
-        policies: Sequence[Policy | None],
+        settings: Sequence[DraftSettings],
         picks: Sequence[Pick],
         probe: MassProbe | None = None,
-    ) -> Tensor:
-        """Draft `count` tokens behind each anchor, one by one; see `family.Drafter`."""
-        if any(cache.length == 0 for cache in caches):
-            raise SharpDraftError("EAGLE drafts behind at least one token that the target has read")
-        self._cache_pairs(caches)
-        states = torch.stack([cache.states[cache.length - 1] for cache in caches])[None]
-        tokens = torch.tensor([list(anchors)], device=self.target.device)
-        drafts, starts = [], [cache.length - 1 for cache in caches]
-        gains = chain_gains(policies, starts, count, self.target.device)
+    ) -> list[Draft]:
+        """Draft `count` tokens behind each anchor, one by one; see `base.Drafter`."""
+        if isinstance(at, Static):
+            states = caches[0].states.index_select(0, at.start - 1)[None]
+        else:
+            if any(cache.length == 0 for cache in caches):
+                raise SharpDraftError(
+                    "EAGLE drafts behind at least one token that the target has read"
+                )
+            self.catch_up(caches, settings)
+            states = torch.stack([cache.states[cache.length - 1] for cache in caches])[None]
+        views, scales = settings[0].views(self.views), [each.scale for each in settings]
+        tokens, chosen = anchors[None], []
         for step in range(count):
-            segments = Segments(
-                caches, [start + step for start in starts], [1] * len(caches), self.rotary
-            )
-            gain = None if gains is None else gains[:, step]
-            normed, states = self._step(segments, states, tokens, gain, probe)
+            rows = at.rows(caches, [1] * len(caches), self.rotary, offset=step - 1)
+            gains = rows.gains(scales, views)
+            normed, states = self._step(rows, states, tokens, views, gains, probe)
             logits = self.head(normed)[0].split(1)
-            tokens = torch.cat(
-                [pick(own, self.token_of) for pick, own in zip(picks, logits, strict=True)]
-            )[None]
-            drafts.append(tokens[0])
-        return torch.stack(drafts, dim=1)
-
-    def propose_fixed(
-        self,
-        cache: PairCache,
-        start: Tensor,
-        anchor: Tensor,
-        count: int,
-        policy: Policy | None,
-        keys: int,
-    ) -> Tensor:
-        """Draft greedily by operations on the device alone; see `family.Drafter`."""
-        states, tokens = cache.states.index_select(0, start - 1)[None], anchor[None]
-        drafts = []
-        for step in range(count):
-            where = FixedRows(cache, start - 1 + step, 1, keys, self.rotary)
-            normed, states = self._step(where, states, tokens, where.gains([policy]), None)
-            tokens = likeliest(self.head(normed)[0], self.token_of)[None]
-            drafts.append(tokens[0])
-        return torch.cat(drafts)
-
-    def observe_fixed(
-        self, cache: PairCache, start: Tensor, tokens: Tensor, features: Sequence[Tensor], keys: int
-    ) -> None:
-        """Append a block's states, and the pairs that its tokens complete; see `family.Drafter`."""
-        states = self._fused(features)
-        before = torch.cat((cache.states.index_select(0, start - 1), states[:-1]))
-        rows = FixedRows(cache, start - 1, len(tokens), keys, self.rotary)
-        _, pair_keys, pair_values = self._qkv(self._row(before[None], tokens[None]), rows)
-        rows.write(0, pair_keys, pair_values)
-        cache.states.index_copy_(0, rows.at + 1, states)
-        cache.tokens.index_copy_(0, rows.at + 1, tokens)
-
-    def accept_fixed(self, cache: PairCache, tokens: Sequence[int]) -> None:
-        """Count the tokens of a block that were accepted; see `family.Drafter`."""
-        cache.length += len(tokens)
-        cache.pairs = cache.length - 1
+            picked = [pick(own, self.token_of) for pick, own in zip(picks, logits, strict=True)]
+            tokens = torch.cat([token for token, _ in picked])[None]
+            chosen.append(picked)
+        return [_chain(steps) for steps in zip(*chosen, strict=True)]
 
     def _step(
         self,
-        segments: Rows,
+        rows: Rows,
         states: Tensor,
         tokens: Tensor,
-        gain: Tensor | None,
+        views: Sequence[View],
+        gains: Sequence[Tensor | None],
         probe: MassProbe | None,
     ) -> tuple[Tensor, Tensor]:
         """One row a request: the normed outputs [1, requests, hidden], and the states they hand
         on."""
-        size = (self.hidden_size,)
 
         def shown(index: int, query: Tensor, keys: Tensor, mask: Tensor | None) -> None:
             assert probe is not None
             probe(index, attention_mass(query, keys, mask))
 
-        # A copy, as the sum may be made in its place and the states are also a request's own.
         residual = (
-            F.rms_norm(states, size, self.state_norm, self.eps)
-            if self.norm_before_residual
-            else states.clone()
-        )
+            states.clone()
+        )  # The sum may be made in its place, and the states are a cache's own.
+        if self.norm_before_residual:
+            residual = F.rms_norm(states, (self.hidden_size,), self.state_norm, self.eps)
         hidden, normed, _ = self.stack.run(
             residual,
-            {CAUSAL: segments},
-            {CAUSAL: gain},
+            rows,
+            views,
+            gains,
             normed=self._row(states, tokens),
             probe=None if probe is None else shown,
         )
@@ -419,22 +320,15 @@ class Eagle3:
         embedded = F.rms_norm(F.embedding(tokens, self.embedding), size, self.token_norm, self.eps)
         return torch.cat((embedded, F.rms_norm(states, size, self.state_norm, self.eps)), dim=-1)
 
-    def _qkv(self, rows: Tensor, segments: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, Keys and Values [1, heads, rows, head_dim], the first two rotated to their
-        positions."""
-        heads = self.heads + 2 * self.kv_heads
-        qkv = self.qkv(rows).view(1, rows.shape[1], heads, self.head_dim).transpose(1, 2)
-        query, keys, values = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        return segments.rotate(query), segments.rotate(keys), values
 
-
-def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of an EAGLE-3 drafter."""
-    named = set(config.get("architectures") or ())
-    return bool(named & set(ARCHITECTURES)) or config.get("speculators_model_type") == "eagle3"
+def _chain(steps: Sequence[tuple[Tensor, Tensor | None]]) -> Draft:
+    """The draft of one request from what was picked at each step."""
+    tokens = torch.cat([token for token, _ in steps])
+    drawn = [own for _, own in steps if own is not None]
+    return Draft.chain(tokens, torch.cat(drawn) if drawn else None)
 
 
 def save(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write a checkpoint directory in the layout of SafeAILab, which vLLM loads."""
     named = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
-    write(directory, {**config, "architectures": [ARCHITECTURES[0]]}, named)
+    write(directory, {**config, "architectures": [ARCHITECTURE]}, named)

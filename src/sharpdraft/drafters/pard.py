@@ -11,26 +11,26 @@ names its `pard_token`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import SharpDraftError
-from ..method.scale import Policy
-from ..model.attention import FixedRows
+from ..method.settings import DraftSettings
+from ..method.visible import CAUSAL
 from ..model.cache import KVCache
 from ..model.causal_lm import CausalLM
-from .base import MassProbe, Pick, likeliest
+from ..model.checkpoint import read_causal_lm
+from ..model.rows import Placement, Static
+from .base import Draft, MassProbe, Pick
 from .checkpoint import other_target, read_json
+from .registry import drafts_of
 
-_DRAFTS = (
-    7  # Where the config does not say how many it was trained for (`num_drafts`, which is ours).
-)
-_LONGEST = 32
+_MOST_DRAFTS = 32
 _READ_ROWS = 512
 
 
@@ -40,10 +40,10 @@ class TokenCache:
     def __init__(self, keys: KVCache) -> None:
         self.keys = keys
         self.tokens: list[int] = []
-        # The same tokens where a pass of fixed shape finds them.
+        # The same tokens, where a pass finds them without the host.
         self.ids = torch.zeros(keys.capacity, dtype=torch.long, device=keys.keys.device)
-        # Behind the first layer, Keys depend on how the Queries before were scaled.
-        self.policy: Policy | None = None
+        # Behind the first layer, Keys depend on what the Queries before saw, and how.
+        self.settings = DraftSettings()
 
     @property
     def length(self) -> int:
@@ -61,11 +61,12 @@ class TokenCache:
     def blank(self) -> None:
         self.keys.blank()
 
-    def unread(self, policy: Policy | None) -> list[int]:
-        """The tokens whose Keys are not cached as they are under `policy`."""
-        if self.policy != policy:
-            self.keys.length, self.policy = 0, policy
-        return self.tokens[self.keys.length :]
+    def unread(self, settings: DraftSettings) -> range:
+        """Positions of the tokens whose Keys are not cached as they are under `settings`."""
+        own = replace(settings, length=None)
+        if self.settings != own:
+            self.keys.length, self.settings = 0, own
+        return range(self.keys.length, self.length)
 
     @contextmanager
     def borrowed(self, start: int, rows: int) -> Iterator[None]:
@@ -85,12 +86,12 @@ class Pard:
     taps: tuple[int, ...] = ()
 
     def __init__(
-        self, model: CausalLM, mask_token: int, target: CausalLM, drafts: int = _DRAFTS
+        self, model: CausalLM, mask_token: int, target: CausalLM, num_drafts: int = 7
     ) -> None:
-        """model: the draft LM; drafts: tokens drafted by default. Raises SharpDraftError if it has
-        not the target's vocabulary."""
-        # A padded embedding has rows behind the vocabulary's end; it must have all that the target
-        # can say.
+        """model: the draft LM; num_drafts: tokens drafted by default. Raises SharpDraftError if it
+        has not the target's vocabulary."""
+        # A padded embedding has rows behind the vocabulary's end; all that the target can say is
+        # there.
         if model.vocab_size < target.vocab_size:
             raise other_target("vocabulary size", model.vocab_size, target.vocab_size)
         if not 0 <= mask_token < model.vocab_size:
@@ -98,138 +99,126 @@ class Pard:
                 f"the drafter's pard_token is {mask_token}, its vocabulary has {model.vocab_size}"
             )
         self.model, self.mask_token, self.vocab_size = model, mask_token, target.vocab_size
-        self.block_size, self.longest_block = min(drafts, _LONGEST) + 1, _LONGEST + 1
+        self.num_drafts, self.max_drafts = min(num_drafts, _MOST_DRAFTS), _MOST_DRAFTS
+        self.views = (CAUSAL,) * model.num_layers
 
     @classmethod
     def load(cls, directory: Path, target: CausalLM) -> Pard:
         """Read a published checkpoint directory. Raises SharpDraftError for anything that does not
         fit."""
-        from ..hub.models import load_model
-
-        config = read_json(directory)
-        mask, drafts = config.get("pard_token"), config.get("num_drafts", _DRAFTS)
+        config, path = read_json(directory), directory / "config.json"
+        mask, drafts = config.get("pard_token"), config.get("num_drafts", 1)
         if not isinstance(mask, int):
-            raise SharpDraftError(
-                f"{directory / 'config.json'} has no pard_token: is it a PARD checkpoint?"
-            )
+            raise SharpDraftError(f"{path} has no pard_token: is it a PARD checkpoint?")
         if not isinstance(drafts, int) or drafts < 1:
-            raise SharpDraftError(
-                f"{directory / 'config.json'}: num_drafts is {drafts}, it must be at least 1"
-            )
-        return cls(
-            load_model(directory, dtype=target.dtype, device=target.device), mask, target, drafts
-        )
+            raise SharpDraftError(f"{path}: num_drafts is {drafts}, it must be at least 1")
+        model = read_causal_lm(directory, dtype=target.dtype, device=target.device)
+        return cls(model, mask, target, drafts_of(config))
 
     def new_cache(self, capacity: int) -> TokenCache:
         # A draft LM with fewer positions than the target drafts as far as it has any.
-        room = min(capacity + _LONGEST, self.model.max_positions)
+        room = min(capacity + _MOST_DRAFTS, self.model.max_positions)
         return TokenCache(self.model.new_cache(room))
 
-    def observe(
+    def append(
         self,
+        at: Placement,
         caches: Sequence[TokenCache],
-        tokens: Sequence[Sequence[int]],
+        tokens: Tensor,
+        counts: Sequence[int],
         features: Sequence[Tensor] = (),
     ) -> None:
-        """Append verified tokens; they are read with the next draft."""
+        """Keep the tokens, which are read with the next draft; see `base.Drafter`."""
+        if isinstance(at, Static):
+            slots = at.start + torch.arange(len(tokens), device=tokens.device)
+            caches[0].ids.index_copy_(0, slots, tokens)
+            return
+        for cache, own in zip(caches, tokens.split(list(counts)), strict=True):
+            room = cache.ids[cache.length : cache.length + len(own)]
+            room.copy_(own[: len(room)])
+
+    def commit(
+        self, at: Placement, caches: Sequence[TokenCache], tokens: Sequence[Sequence[int]]
+    ) -> None:
+        """Count verified tokens; see `base.Drafter`."""
         for cache, own in zip(caches, tokens, strict=True):
-            start = cache.length
+            if isinstance(at, Static):
+                # All before the block was read with its draft, and so was its anchor.
+                cache.keys.length = cache.length + 1
             cache.tokens.extend(own)
-            room = cache.ids[start : cache.length]
-            room.copy_(torch.tensor(list(own)[: len(room)], dtype=torch.long))
 
-    def catch_up(self, caches: Sequence[TokenCache], policies: Sequence[Policy | None]) -> None:
-        """Read what was observed, all of it where the policy is another than before."""
-        for cache, policy in zip(caches, policies, strict=True):
-            while cache.unread(policy):
-                self._forward([cache.keys], [cache.unread(policy)[:_READ_ROWS]], [policy], 1, None)
+    @torch.inference_mode()
+    def catch_up(self, caches: Sequence[TokenCache], settings: Sequence[DraftSettings]) -> None:
+        """Read what was appended, all of it where the settings are others than before."""
+        for cache, own in zip(caches, settings, strict=True):
+            self._read(cache, own, leave=0)
 
+    def _read(self, cache: TokenCache, settings: DraftSettings, leave: int) -> None:
+        """Read tokens that are unread until at most `leave` are left."""
+        while len(unread := cache.unread(settings)) > leave:
+            rows = min(len(unread), _READ_ROWS)
+            _require_room(cache, unread.start + rows)
+            ids = cache.ids[unread.start : unread.start + rows][None]
+            own = [settings.scale]
+            self.model.forward(ids, cache.keys, logits_from=-1, scales=own, window=settings.view)
+
+    @torch.inference_mode()
     def propose(
         self,
+        at: Placement,
         caches: Sequence[TokenCache],
-        anchors: Sequence[int],
+        anchors: Tensor,
         count: int,
-        policies: Sequence[Policy | None],
+        settings: Sequence[DraftSettings],
         picks: Sequence[Pick],
         probe: MassProbe | None = None,
-    ) -> Tensor:
-        """Draft `count` tokens behind each anchor in one pass; see `family.Drafter`."""
-        masks = [self.mask_token] * (count - 1)
-        blocks = []
-        for cache, anchor, policy in zip(caches, anchors, policies, strict=True):
-            if cache.length + count > cache.keys.capacity:
-                raise SharpDraftError(
-                    f"the drafter has {cache.keys.capacity} positions and shall draft at "
-                    f"{cache.length}: limit the context to what it was made for, or go on without "
-                    "it"
-                )
-            while len(unread := cache.unread(policy)) > _READ_ROWS:
-                self._forward([cache.keys], [unread[:_READ_ROWS]], [policy], 1, None)
-            blocks.append([*unread, anchor, *masks])
-        logits = self._forward([cache.keys for cache in caches], blocks, policies, count, probe)
-        for cache in caches:
-            cache.keys.length = cache.length
-        return torch.stack([pick(own, None) for pick, own in zip(picks, logits, strict=True)])
-
-    def propose_fixed(
-        self,
-        cache: TokenCache,
-        start: Tensor,
-        anchor: Tensor,
-        count: int,
-        policy: Policy | None,
-        keys: int,
-    ) -> Tensor:
-        """Draft greedily by operations on the device alone; see `family.Drafter`. The tokens that
-        may be unread, which are those of a block, are read again."""
-        known = count + 1
-        read = cache.ids.index_select(0, start - known + torch.arange(known, device=start.device))
-        ids = torch.cat((read, anchor, anchor.new_full((count - 1,), self.mask_token)))[None]
-        where = FixedRows(cache.keys, start - known, known + count, keys, self.model.rotary)
-        logits, _, _ = self.model.run(ids, where, wanted=slice(-count, None), policies=[policy])
-        return likeliest(logits[0, :, : self.vocab_size], None)
-
-    def observe_fixed(
-        self,
-        cache: TokenCache,
-        start: Tensor,
-        tokens: Tensor,
-        features: Sequence[Tensor],
-        keys: int,
-    ) -> None:
-        """Keep a block's tokens; see `family.Drafter`."""
-        cache.ids.index_copy_(0, start + torch.arange(len(tokens), device=start.device), tokens)
-
-    def accept_fixed(self, cache: TokenCache, tokens: Sequence[int]) -> None:
-        """Count the tokens of a block that were accepted; see `family.Drafter`."""
-        # All before the block was read with its draft, and so was its anchor.
-        cache.keys.length = cache.length + 1
-        cache.tokens.extend(tokens)
-
-    def _forward(
-        self,
-        keys: Sequence[KVCache],
-        blocks: Sequence[Sequence[int]],
-        policies: Sequence[Policy | None],
-        wanted: int,
-        probe: MassProbe | None,
-    ) -> Tensor:
-        """Logits [requests, wanted, vocab] of each request's last rows."""
-        counts = [len(block) for block in blocks]
-        ends = torch.tensor(counts).cumsum(0)
-        rows = (ends[:, None] - torch.arange(wanted, 0, -1)).flatten()
-        device = self.model.device
-        logits, _, _ = self.model.forward(
-            torch.tensor([[token for block in blocks for token in block]], device=device),
-            keys,
-            rows=counts,
-            logits_from=rows.to(device),
-            policies=policies,
+    ) -> list[Draft]:
+        """Draft `count` tokens behind each anchor in one pass; see `base.Drafter`."""
+        keys = [cache.keys for cache in caches]
+        masks = anchors.new_full((count - 1,), self.mask_token)
+        if isinstance(at, Static):
+            # The tokens that may be unread are those of the last block: they are read again.
+            known = count + 1
+            slots = at.start - known + torch.arange(known, device=anchors.device)
+            ids = torch.cat((caches[0].ids.index_select(0, slots), anchors, masks))
+            counts = [known + count]
+            offset = -known
+        else:
+            blocks = []
+            for cache, anchor, own in zip(caches, anchors.split(1), settings, strict=True):
+                _require_room(cache, cache.length + count)
+                self._read(cache, own, leave=_READ_ROWS)
+                unread = cache.unread(own)
+                blocks.append(torch.cat((cache.ids[unread.start : unread.stop], anchor, masks)))
+            ids, counts, offset = torch.cat(blocks), [len(block) for block in blocks], 0
+        rows = at.rows(keys, counts, self.model.rotary, offset)
+        logits, _, _ = self.model.run(
+            ids[None],
+            rows,
+            wanted=_last(counts, count, ids.device),
+            scales=[each.scale for each in settings],
+            window=settings[0].view,
             probe=probe,
         )
-        return logits.view(len(blocks), wanted, -1)[..., : self.vocab_size]
+        if not isinstance(at, Static):
+            for cache in caches:
+                cache.keys.length = cache.length
+        own_logits = logits.view(len(caches), count, -1)[..., : self.vocab_size]
+        chosen = [pick(own, None) for pick, own in zip(picks, own_logits, strict=True)]
+        return [Draft.chain(*each) for each in chosen]
 
 
-def is_pard(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a PARD drafter."""
-    return "pard_token" in config
+def _last(counts: Sequence[int], count: int, device: torch.device) -> slice | Tensor:
+    """The last `count` rows of each request."""
+    if len(counts) == 1:
+        return slice(-count, None)
+    ends = torch.tensor(counts).cumsum(0)
+    return (ends[:, None] - torch.arange(count, 0, -1)).flatten().to(device)
+
+
+def _require_room(cache: TokenCache, end: int) -> None:
+    if end > cache.keys.capacity:
+        raise SharpDraftError(
+            f"the drafter has {cache.keys.capacity} positions and shall draft at {cache.length}: "
+            "limit the context to what it was made for, or go on without it"
+        )

@@ -110,7 +110,10 @@ def from_text(part: Part, word: str, text: str, where: str) -> Any:
         name, equals, value = piece.rpartition("=")
         if not equals and number >= len(names):
             raise SharpDraftError(f"{where}: {word} has {len(names)} fields: {', '.join(names)}")
-        given[name if equals else names[number]] = _value(value, where)
+        name = name if equals else names[number]
+        if name in given:
+            raise SharpDraftError(f"{where}: {name} is given twice")
+        given[name] = _value(value, where)
     return _made(kind, given, where)
 
 

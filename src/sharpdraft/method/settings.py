@@ -221,8 +221,22 @@ class DraftSettings:
                 raise SharpDraftError(
                     f"'{text}': sinks need a window, or every Key is seen anyway: add window@KEYS"
                 )
+            if found["view"].sinks:
+                raise SharpDraftError(f"'{text}': sinks are named twice")
             found["view"] = replace(found["view"], sinks=sinks)
         return cls(**found)
+
+
+def as_settings(value: DraftSettings | Scale | None) -> DraftSettings:
+    """Settings as they are, or of a policy alone; None is the drafter as released.
+
+    Raises SharpDraftError for anything else.
+    """
+    if isinstance(value, DraftSettings):
+        return value
+    if value is None or isinstance(value, Scale):
+        return DraftSettings(value)
+    raise SharpDraftError(f"{value!r} is neither DraftSettings nor a policy")
 
 
 def known_words() -> list[str]:
@@ -270,7 +284,8 @@ def asked_settings(asked: object, drafter: str | None) -> DraftSettings:
             return DraftSettings.parse(asked)
         return read_settings(path / FILE if path.is_dir() else path)
     if isinstance(asked, Mapping) and asked:
-        if not set(asked) & {*_PARTS, "policy", "block"}:
+        # A policy may have a field that is called as a part is.
+        if "kind" in asked or not set(asked) & {*_PARTS, "policy", "block"}:
             asked = {"scale": {"kind": "fixed_slope", **asked}}
         try:
             return DraftSettings.from_dict(asked)
@@ -285,6 +300,9 @@ def asked_settings(asked: object, drafter: str | None) -> DraftSettings:
 def _from_old(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a file as version 0.1 first wrote it."""
     rest = {key: value for key, value in values.items() if key not in ("policy", "block")}
+    for old, new in (("policy", "scale"), ("block", "length")):
+        if old in values and new in values:
+            raise SharpDraftError(f"{old} is what {new} was once called: give {new} alone")
     if "policy" in values:
         policy = values["policy"]
         named = isinstance(policy, Mapping) and policy and "kind" not in policy

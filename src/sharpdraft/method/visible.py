@@ -57,7 +57,8 @@ class View:
         return self.sees(torch.arange(context, context + rows, device=device), context + rows)
 
     def hides(self, context: int, rows: int) -> bool:
-        """Whether one of `rows` new rows does not see a Key that is there."""
+        """Whether one of `rows` new rows may not see a Key that is there: without sinks, whether it
+        does not."""
         windowed = self.window is not None and context + rows > self.window
         return windowed or (self.causal and rows > 1)
 
@@ -240,12 +241,18 @@ def _batch_keys(
 
 def _count(upto: Tensor, ahead: Tensor, view: View) -> Tensor:
     """Visible Keys, from the Keys up to and including each row's own and those ahead of it."""
+    if view.window is None:
+        return upto.clamp(min=0) if view.causal else upto.clamp(min=0) + ahead
     seen = upto.clamp(min=0, max=view.window)
-    if view.window is not None:
-        ahead = ahead.clamp(max=view.window - 1)
-        if view.sinks:
-            seen = seen + (upto - view.window).clamp(min=0, max=view.sinks)
-    return seen if view.causal else seen + ahead
+    if view.sinks:
+        seen = seen + (upto - view.window).clamp(min=0, max=view.sinks)
+    if view.causal:
+        return seen
+    near = ahead.clamp(max=view.window - 1)
+    if view.sinks:
+        # Sinks may lie ahead as well, behind what the window shows there.
+        near = near + ((upto + ahead).clamp(max=view.sinks) - (upto + near)).clamp(min=0)
+    return seen + near
 
 
 def _require_positive(name: str, value: int) -> None:

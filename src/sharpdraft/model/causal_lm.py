@@ -1,13 +1,12 @@
 """A causal LM as target: one forward over cached Keys, with taps on the layers a drafter reads.
 
-The weights, configuration, rotary tables and tokenizer come from transformers; the forward is ours,
-over preallocated Keys, so that prefill, single-token decoding and verification are one piece of
-code.
+It runs over preallocated Keys, so that prefill, single-token decoding and verification are one
+piece of code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,14 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SharpDraftError
-from ..method.scale import Policy
+from ..method.scale import Scale
+from ..method.settings import Window
 from ..method.theory import attention_mass
-from .attention import CAUSAL, Rotary, Rows, Segments
+from ..method.visible import CAUSAL
 from .cache import KVCache
+from .config import ARCHITECTURES, Config
 from .linear import Linear
+from .rotary import rotary_of
+from .rows import RaggedRows, Rows
 from .stack import Layer, Stack
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
 class CausalLM:
@@ -31,68 +32,75 @@ class CausalLM:
     rows, hidden]."""
 
     def __init__(
-        self, model: Any, *, weight_dtype: torch.dtype | None = None, release: bool = False
+        self,
+        config: Config,
+        tensors: Mapping[str, Tensor],
+        *,
+        weight_dtype: torch.dtype | None = None,
     ) -> None:
-        """Take over the weights of a transformers causal LM (Llama, Qwen2 or Qwen3 architecture).
+        """Take over a model's tensors, under the names that published checkpoints have; all are of
+        one dtype, in which the model runs, and on one device. Each is asked for once, layer by
+        layer. Without "lm_head.weight" the embedding is the head.
 
         weight_dtype: run layers in another dtype than the model's; the residual stream and the head
-        keep the model's, so that close logits stay apart. release: let go of the model's layers one
-        by one, so that memory for the weights is needed once; the model is of no use afterwards.
-
-        Raises SharpDraftError for an architecture without a forward here.
+        keep the model's, so that close logits stay apart.
         """
-        config = model.config
-        if config.model_type not in ARCHITECTURES:
-            raise SharpDraftError(
-                f"target architecture '{config.model_type}' is not supported; supported: "
-                f"{', '.join(ARCHITECTURES)}"
-            )
         self.config = config
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.num_layers: int = config.num_hidden_layers
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.head_dim: int = config.head_dim
         self.max_positions: int = config.max_position_embeddings
         self.eps: float = config.rms_norm_eps
-        self.weight_dtype: torch.dtype = weight_dtype or model.dtype
+        self.embedding: Tensor = tensors["model.embed_tokens.weight"]
+        self.device, self.dtype = self.embedding.device, self.embedding.dtype
+        self.weight_dtype: torch.dtype = weight_dtype or self.dtype
 
-        def linear(*modules: Any) -> Linear:
-            weight = torch.cat([m.weight.detach() for m in modules]).to(self.weight_dtype)
-            bias = (
-                None
-                if modules[0].bias is None
-                else torch.cat([m.bias.detach() for m in modules]).to(self.weight_dtype)
+        def linear(*names: str) -> Linear:
+            weights = [tensors[f"{name}.weight"] for name in names]
+            biases = [t for name in names if (t := tensors.get(f"{name}.bias")) is not None]
+            return Linear(
+                _joined(weights).to(self.weight_dtype),
+                _joined(biases).to(self.weight_dtype) if biases else None,
             )
-            return Linear(weight, bias)
 
-        body = model.model
-        self.embedding: Tensor = body.embed_tokens.weight.detach()
-        self.device = self.embedding.device
-        self.dtype = self.embedding.dtype
         layers = []
-        for block in body.layers:
-            attn, mlp = block.self_attn, block.mlp
+        for index in range(self.num_layers):
+            at = f"model.layers.{index}"
+            attn, mlp = f"{at}.self_attn", f"{at}.mlp"
             layers.append(
                 Layer(
-                    attn_norm=block.input_layernorm.weight.detach(),
-                    qkv=linear(attn.q_proj, attn.k_proj, attn.v_proj),
-                    q_norm=attn.q_norm.weight.detach() if hasattr(attn, "q_norm") else None,
-                    k_norm=attn.k_norm.weight.detach() if hasattr(attn, "k_norm") else None,
-                    out=linear(attn.o_proj),
-                    mlp_norm=block.post_attention_layernorm.weight.detach(),
-                    gate_up=linear(mlp.gate_proj, mlp.up_proj),
-                    down=linear(mlp.down_proj),
+                    attn_norm=tensors[f"{at}.input_layernorm.weight"],
+                    qkv=linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
+                    q_norm=tensors.get(f"{attn}.q_norm.weight"),
+                    k_norm=tensors.get(f"{attn}.k_norm.weight"),
+                    out=linear(f"{attn}.o_proj"),
+                    mlp_norm=tensors[f"{at}.post_attention_layernorm.weight"],
+                    gate_up=linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                    down=linear(f"{mlp}.down_proj"),
                 )
             )
-            if release:
-                block.to("meta")
-        self.stack = Stack(
-            tuple(layers), body.norm.weight.detach(), self.heads, self.kv_heads, self.eps
+        norm = tensors["model.norm.weight"]
+        self.stack = Stack(tuple(layers), norm, self.heads, self.kv_heads, self.eps)
+        self.head = Linear(tensors.get("lm_head.weight", self.embedding))
+        self.rotary = rotary_of(config, self.max_positions, self.device)
+
+    @classmethod
+    def of(cls, model: Any, *, weight_dtype: torch.dtype | None = None) -> CausalLM:
+        """A transformers causal LM's weights, which it may go on using, with the forward here.
+        Raises SharpDraftError for an architecture that there is none for."""
+        if (family := model.config.model_type) not in ARCHITECTURES:
+            raise SharpDraftError(
+                f"target architecture '{family}' is not supported; supported: "
+                f"{', '.join(ARCHITECTURES)}"
+            )
+        return cls(
+            Config.of(model.config.to_dict()),
+            {name: tensor.detach() for name, tensor in model.state_dict().items()},
+            weight_dtype=weight_dtype,
         )
-        self.head = Linear(model.lm_head.weight)
-        self.rotary = Rotary(body.rotary_emb, self.max_positions, self.device)
 
     def new_cache(
         self, capacity: int, *, batch: int = 1, dtype: torch.dtype | None = None
@@ -122,7 +130,8 @@ class CausalLM:
         *,
         rows: Sequence[int] | None = None,
         logits_from: int | Tensor = 0,
-        policies: Sequence[Policy | None] = (),
+        scales: Sequence[Scale | None] = (),
+        window: Window | None = None,
         probe: Callable[[int, Tensor], None] | None = None,
     ) -> tuple[Tensor, list[Tensor], Tensor]:
         """Run ids [batch, rows] behind `cache` and append their Keys to it.
@@ -132,8 +141,9 @@ class CausalLM:
 
         taps: ids of layers whose output hidden states are wanted. logits_from: first row whose
         logits are computed (negative counts from the end, as in slicing), or the indices of those
-        rows. policies, probe: for a draft LM, whose Queries each request's policy scales; the probe
-        gets the top-k attention mass of the rows with logits, layer by layer, of a single request.
+        rows. scales, window, probe: for a draft LM, whose Queries each request's policy scales and
+        whose rows all see what the window leaves; the probe gets the top-k attention mass of the
+        rows with logits, layer by layer, of a single request.
 
         Returns logits [batch, wanted rows, vocab], the tapped hidden states in the order asked
         (each [batch, rows, hidden]) and the final normed ones [batch, wanted rows, hidden]. Raises
@@ -142,9 +152,9 @@ class CausalLM:
         caches = [cache] if isinstance(cache, KVCache) else list(cache)
         counts = [ids.shape[1]] if rows is None else list(rows)
         pasts = [each.length for each in caches]
-        segments = Segments(caches, pasts, counts, self.rotary)
+        new = RaggedRows(caches, pasts, counts, self.rotary)
         wanted = slice(logits_from, None) if isinstance(logits_from, int) else logits_from
-        found = self.run(ids, segments, taps, wanted=wanted, policies=policies, probe=probe)
+        found = self.run(ids, new, taps, wanted=wanted, scales=scales, window=window, probe=probe)
         for each, past, count in zip(caches, pasts, counts, strict=True):
             each.length = past + count
         return found
@@ -152,24 +162,31 @@ class CausalLM:
     def run(
         self,
         ids: Tensor,
-        where: Rows,
+        rows: Rows,
         taps: Sequence[int] = (),
         *,
         wanted: slice | Tensor = slice(None),
-        policies: Sequence[Policy | None] = (),
+        scales: Sequence[Scale | None] = (),
+        window: Window | None = None,
         probe: Callable[[int, Tensor], None] | None = None,
     ) -> tuple[Tensor, list[Tensor], Tensor]:
         """The passes of `forward` wherever their rows stand; how many Keys a cache holds is the
         caller's to count."""
+        views = [CAUSAL if window is None else window.on(CAUSAL)] * self.num_layers
         _, final, tapped = self.stack.run(
             F.embedding(ids, self.embedding),
-            {CAUSAL: where},
-            {CAUSAL: where.gains(policies)},
+            rows,
+            views,
+            rows.gains(scales, views),
             taps=taps,
             probe=None if probe is None else partial(_show, probe, wanted),
         )
         final = final[:, wanted]
         return self.head(final), [tapped[index] for index in taps], final
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _show(

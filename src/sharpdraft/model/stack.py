@@ -4,7 +4,7 @@ Keys."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import SharpDraftError
+from ..method.visible import View
 from . import kernels
-from .attention import CAUSAL, Rows, View
 from .kernels import add_norm
 from .linear import Linear, gated_mlp
+from .rows import Rows
 
 # Shown the layer's index and the Query, Keys and mask of a single request.
 LayerProbe = Callable[[int, Tensor, Tensor, Tensor | None], None]
@@ -33,7 +34,6 @@ class Layer:
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
-    kind: View = CAUSAL
 
 
 @dataclass
@@ -49,8 +49,9 @@ class Stack:
     def run(
         self,
         hidden: Tensor,
-        where: Mapping[View, Rows],
-        gains: Mapping[View, Tensor | None],
+        rows: Rows,
+        views: Sequence[View],
+        gains: Sequence[Tensor | None],
         *,
         normed: Tensor | None = None,
         taps: Collection[int] = (),
@@ -58,23 +59,26 @@ class Stack:
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
         """Run hidden [batch, rows, size], which may be overwritten, through all layers.
 
-        where, gains: the rows as each kind of layer sees them, and the gain of their Queries (see
+        views, gains: what rows see in each layer, and the gain of their Queries there (see
         `Rows.gains`). normed: what the first layer projects [batch, rows, any], if it is not
         `hidden` under that layer's norm. taps: layers whose outputs are wanted.
 
         Returns the last layer's output, the same normed, and the tapped outputs by layer, all
         [batch, rows, size] in the dtype of hidden. Raises SharpDraftError for a layer that is not
-        there, and for a cache of another shape.
+        there, for views or gains of more or fewer layers, and for a cache of another shape.
         """
+        if not len(views) == len(gains) == len(self.layers):
+            raise SharpDraftError(
+                f"{len(views)} views and {len(gains)} gains for {len(self.layers)} layers"
+            )
         if not all(0 <= tap < len(self.layers) for tap in taps):
             raise SharpDraftError(
                 f"layers {sorted(taps)} are asked for: there are 0 to {len(self.layers) - 1}"
             )
-        if (
-            probe is None
-            and (done := self._compiled(hidden, where, gains, normed, taps)) is not None
-        ):
-            return done
+        if probe is None:
+            done = self._compiled(hidden, rows, views, gains, normed, taps)
+            if done is not None:
+                return done
         delta: Tensor | None = None
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
@@ -87,13 +91,14 @@ class Stack:
                 if layer.q_norm is None or layer.k_norm is None
                 else (layer.q_norm, layer.k_norm, self.eps)
             )
-            mixed = where[layer.kind].attention(
+            mixed = rows.attention(
                 index,
                 layer.qkv(normed),
                 self.heads,
                 self.kv_heads,
+                views[index],
                 norms=norms,
-                gain=gains[layer.kind],
+                gain=gains[index],
                 probe=None if probe is None else partial(probe, index),
             )
             hidden, normed = add_norm(hidden, layer.out(mixed), layer.mlp_norm, self.eps)
@@ -108,13 +113,9 @@ class Stack:
         return {name: value for name, value in vars(self).items() if name != "_table"}
 
     @cached_property
-    def _kinds(self) -> list[View]:
-        return list(dict.fromkeys(layer.kind for layer in self.layers))
-
-    @cached_property
     def _table(self) -> ctypes.Array[kernels.Layer] | None:
         """The layers as the kernels take them; None where one is in another layout than theirs."""
-        rows = []
+        found = []
         for layer in self.layers:
             linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
             norms = (layer.attn_norm, layer.q_norm, layer.k_norm, layer.mlp_norm)
@@ -123,21 +124,20 @@ class Stack:
             ]
             if len(weights) < len(linears) or not kernels.takes(*norms, *(x.bias for x in linears)):
                 return None
-            pointers = [None if norm is None else norm.data_ptr() for norm in norms]
-            sight = (layer.kind.causal, layer.kind.window or 0, self._kinds.index(layer.kind))
-            rows.append(kernels.Layer(*pointers, *weights, *sight))
-        return (kernels.Layer * len(rows))(*rows)
+            found.append(kernels.Layer(*map(kernels.address, norms), *weights))
+        return (kernels.Layer * len(found))(*found)
 
     def _compiled(
         self,
         hidden: Tensor,
-        where: Mapping[View, Rows],
-        gains: Mapping[View, Tensor | None],
+        rows: Rows,
+        views: Sequence[View],
+        gains: Sequence[Tensor | None],
         normed: Tensor | None,
         taps: Collection[int],
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]] | None:
         """All of it in one call, where there are kernels for it."""
-        place = where[self._kinds[0]].place
+        place = rows.place
         if place is None or not kernels.takes(hidden, normed, self.norm) or self._table is None:
             return None
         dim = self.layers[0].qkv.outs // (self.heads + 2 * self.kv_heads)
@@ -145,6 +145,5 @@ class Stack:
             raise SharpDraftError(
                 f"a cache of (layers, heads, head_dim) {place.cached} for layers of {shape}"
             )
-        own = [gains[kind] for kind in self._kinds]
-        args = (self.heads, self.kv_heads, self.norm, self.eps)
-        return kernels.layers(self._table, place, *args, own, hidden, normed, taps)
+        own = place.of(self.heads, self.kv_heads, self.eps)
+        return kernels.layers(self._table, own, views, gains, hidden, normed, self.norm, taps)

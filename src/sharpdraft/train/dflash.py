@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..drafters.dflash import ARCHITECTURE, DFlash, read_checkpoint, save
-from ..model.attention import additive, attend, rotate
+from ..model.attention import additive, attend
 from ..model.causal_lm import CausalLM
+from ..model.rotary import rotate
 from . import trainer
 from .corpus import (
     Corpus,
@@ -26,8 +27,9 @@ from .corpus import (
     sample_features,
     states_before,
 )
+from .loss import Chains
 from .modules import MLP, Attention, Norm, start_from
-from .trainer import Chains, going_on
+from .trainer import going_on
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from ..drafters.checkpoint import read_json, read_tensors
 from ..drafters.eagle3 import Eagle3, save
-from ..model.attention import additive, attend, rotate
+from ..model.attention import additive, attend
 from ..model.causal_lm import CausalLM
+from ..model.rotary import rotate
 from . import trainer
 from .corpus import (
     Corpus,
@@ -29,8 +30,9 @@ from .corpus import (
     sample_features,
     states_before,
 )
+from .loss import Chains
 from .modules import MLP, Attention, Norm, start_from
-from .trainer import Chains, going_on
+from .trainer import going_on
 
 
 @dataclass(frozen=True)

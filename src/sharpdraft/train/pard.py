@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..drafters.checkpoint import read_json, read_tensors
-from ..hub.models import quiet_transformers
+from ..hub.quiet import quiet_transformers
 from ..model.attention import additive
 from ..model.causal_lm import CausalLM
 from . import trainer
 from .corpus import Corpus, draw_anchors, labels_behind, states_before
-from .trainer import Chains, going_on
+from .loss import Chains
+from .trainer import going_on
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def cut(target: CausalLM, layers: Sequence[int]) -> Any:
     """A causal LM of transformers, float32: the target's embedding, head and final norm, and some
     of its layers."""
     changes = {"num_hidden_layers": len(layers), "layer_types": None}
-    config = AutoConfig.for_model(**{**target.config.to_dict(), **changes})
+    config = AutoConfig.for_model(**{**target.config.source, **changes})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.to_empty(device=target.device)

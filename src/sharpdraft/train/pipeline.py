@@ -15,13 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..errors import SharpDraftError
-from ..hub.models import load_target, pick_device, stop_tokens
+from ..hub.targets import load_target, pick_device, stop_tokens
 from ..model.causal_lm import CausalLM
 from ..model.linear import fast_bfloat16
+from ..workloads.chat import chat_tokens
 from ..workloads.tasks import built_in, turns_of
 from . import dflash, eagle3, pard, prompts
 from .corpus import Corpus
-from .sessions import chat_tokens, save_wave, session_turns, write_wave
+from .sessions import save_wave, session_turns, write_wave
 from .trainer import Recipe, Trainer
 
 ProgressBar = Callable[[int, str], AbstractContextManager[tuple[Any, Any]]]
@@ -127,8 +128,8 @@ def record_sessions(
     progress: ProgressBar,
 ) -> None:
     """Write the built-in sessions' texts: tokens uint16 (int32 for a vocabulary beyond it) and
-    turns int32 [turns, 3] (see lab.tasks.Turn) of each. Raises SharpDraftError when the file cannot
-    be written."""
+    turns int32 [turns, 3] (see workloads.tasks.Turn) of each. Raises SharpDraftError when the file
+    cannot be written."""
     target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype(device))
     if length > target.max_positions:
         raise SharpDraftError(

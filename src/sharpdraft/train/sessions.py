@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..decode.sampling import draws
-from ..errors import SharpDraftError
 from ..model.causal_lm import CausalLM
+from ..workloads.chat import chat_tokens
 
 # Greedy text is what greedy decoding meets, but alike prompts give alike answers: some answers
 # begin with a few sampled tokens and go on greedily from there.
@@ -29,38 +29,6 @@ _SAMPLED_STARTS = (0, 0, 4, 12)
 _ANSWER_LIMIT = 192
 _LOOP_TOKENS, _LOOP_TIMES = 8, 3
 _CHAINED = 3
-_ANSWER = "<answer>"
-
-
-def chat_tokens(tokenizer, turn: str, *, first: bool) -> list[int]:  # type: ignore[no-untyped-def]
-    """Tokens of one user turn up to where the answer starts; `first` includes what a conversation
-    begins with.
-
-    A later turn starts behind the end-of-turn token, which the target itself writes. Raises
-    SharpDraftError for a tokenizer without a chat template, or with one that does not end an answer
-    with its end-of-sequence token.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise SharpDraftError(
-            "the target has no chat template, which sessions need: use its chat or instruct version"
-        )
-    messages = [{"role": "user", "content": turn}]
-    if not first:
-        messages = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": _ANSWER},
-            *messages,
-        ]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    if not first:
-        text = text[text.index(_ANSWER) + len(_ANSWER) :]
-        if not tokenizer.eos_token or not text.startswith(tokenizer.eos_token):
-            raise SharpDraftError(
-                f"the target's chat template does not end an answer with {tokenizer.eos_token}: "
-                "give single prompts"
-            )
-        text = text.removeprefix(tokenizer.eos_token)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @torch.inference_mode()

@@ -28,6 +28,7 @@ from ..errors import SharpDraftError
 from ..model.causal_lm import CausalLM
 from ..model.linear import fast_bfloat16
 from .corpus import Corpus
+from .loss import Chains, accepted, head_loss
 
 
 @dataclass(frozen=True)
@@ -67,52 +68,6 @@ def going_on(directory: Path) -> Iterator[None]:
         raise SharpDraftError(
             f"{directory / 'config.json'} is not one that training can go on from: {error}"
         ) from error
-
-
-@dataclass
-class Chains:
-    """hidden, final [rows, hidden]: drafter's and target's last states where `valid`, in its order;
-    labels int64 and valid bool [..., tokens of a chain]."""
-
-    hidden: Tensor
-    final: Tensor
-    labels: Tensor
-    valid: Tensor
-
-
-def head_loss(
-    hidden: Tensor,
-    final: Tensor,
-    labels: Tensor,
-    weight: Tensor,
-    head: Tensor,
-    hard: float,
-    chunk: int = 1024,
-) -> tuple[float, Tensor, Tensor]:
-    """Cross-entropy against `hard` of the chosen token and `1 - hard` of the target's distribution.
-
-    hidden, final [rows, hidden]: drafter's and target's last states; labels [rows], weight [rows];
-    head [vocab, hidden]. The gradient is written out (softmax minus aim), so that logits are never
-    kept. Returns the weighted sum, its gradient for hidden, and the drafter's choice [rows].
-    """
-    total, gradient, choice = (
-        0.0,
-        torch.empty_like(hidden, dtype=torch.float32),
-        torch.empty_like(labels),
-    )
-    with torch.no_grad():
-        for part in torch.arange(len(hidden)).split(chunk):
-            lo, hi = int(part[0]), int(part[-1]) + 1
-            logits = (hidden[lo:hi].to(head.dtype) @ head.T).float()
-            aim = (final[lo:hi].to(head.dtype) @ head.T).float().softmax(-1).mul_(1 - hard)
-            rows = torch.arange(hi - lo, device=hidden.device)
-            aim[rows, labels[lo:hi]] += hard
-            choice[lo:hi] = logits.argmax(-1)
-            log_norm = logits.logsumexp(-1)
-            total += float((weight[lo:hi] * (log_norm - (aim * logits).sum(-1))).sum())
-            error = logits.sub_(log_norm[:, None]).exp_().sub_(aim).mul_(weight[lo:hi, None])
-            gradient[lo:hi] = (error.to(head.dtype) @ head).float()
-    return total, gradient, choice
 
 
 class Trainer(ABC):
@@ -244,7 +199,7 @@ class Trainer(ABC):
         self.step += 1
         return {
             "loss": loss,
-            "mal": 1 + float(_accepted(valid, choice.cpu() == labels).sum(-1).float().mean()),
+            "mal": 1 + float(accepted(valid, choice.cpu() == labels).sum(-1).float().mean()),
         }
 
     @torch.no_grad()
@@ -261,11 +216,11 @@ class Trainer(ABC):
             choice = torch.cat([part.float().argmax(-1).cpu() for part in logits])
             if ids is not None:
                 choice = ids[choice]
-            kept.append(_accepted(chains.valid, choice == chains.labels[chains.valid]).float())
-        accepted = torch.cat(kept)
+            kept.append(accepted(chains.valid, choice == chains.labels[chains.valid]).float())
+        right = torch.cat(kept)
         return {
-            "held_mal": 1 + float(accepted.sum(-1).mean()),
-            "held_accepted": accepted.mean(0).tolist(),
+            "held_mal": 1 + float(right.sum(-1).mean()),
+            "held_accepted": right.mean(0).tolist(),
         }
 
     def state(self) -> dict[str, Any]:
@@ -330,17 +285,6 @@ class Trainer(ABC):
                     log.write(json.dumps(row) + "\n")
                     log.flush()
                     on_step(row)  # type: ignore[arg-type]
-
-
-def _accepted(valid: Tensor, hits: Tensor) -> Tensor:
-    """Which tokens would be accepted, int64 [chains, tokens], of the chains whose whole length is
-    the target's own.
-
-    valid bool [..., tokens]; hits bool [valid ones]: whether the draft is the target's choice.
-    """
-    right = torch.zeros(valid.shape, dtype=torch.long)
-    right[valid] = hits.long()
-    return right[valid.all(-1)].cumprod(-1)
 
 
 @contextmanager

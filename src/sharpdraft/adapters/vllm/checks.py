@@ -5,30 +5,61 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from typing import Any
 
 from ...errors import SharpDraftError
-from ...method.policies import FixedSlope
-from ...method.scale import Policy
+from ...method import registry
+from ...method.settings import DraftSettings
+from ...method.visible import View
+from .request import is_asked, settings_in
 
 TESTED = ("0.32",)
 """Versions of vLLM that the tests were run against; others with the same hooks run with a
 warning."""
 
 
-def describe(policy: Policy, layers: Iterable[str]) -> str:
-    """What is scaled, in one line."""
+_V2 = "vllm.v1.worker.gpu.spec_decode.speculator"
+DRAFTERS = (
+    ("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer"),
+    (_V2, "DraftModelSpeculator"),
+)
+"""The drafters of the V1 and of the V2 runner: module and class."""
+
+
+def describe(settings: DraftSettings, layers: Iterable[str]) -> list[str]:
+    """What is done to draft layers, one line for each part of the settings."""
     names = list(layers)
-    rule = repr(policy)
-    if isinstance(policy, FixedSlope):
-        rule = f"N0 = {policy.reference}, k = {policy.top_k}, s = {policy.slope:g}, cap {policy.max_scale:.3f}"
-    return f"Queries of {len(names)} draft layers are scaled by the Keys they see ({rule}): {', '.join(names)}"
+    lines = []
+    if settings.scale is not None:
+        lines.append(
+            f"Queries of {len(names)} draft layers are scaled by the Keys they see "
+            f"({registry.describe(settings.scale)}): {', '.join(names)}"
+        )
+    if settings.view is not None:
+        lines.append(
+            f"In {len(names)} draft layers {registry.describe(settings.view)}: {', '.join(names)}"
+        )
+    return lines
 
 
-def warnings_for(config: Any, policy: Policy, windows: Iterable[int | None]) -> list[str]:
+def missing_hooks() -> list[str]:
+    """What this vLLM lacks of what the plugin relies on, in words."""
+    missing = []
+    for module, name in DRAFTERS:
+        try:
+            found = hasattr(getattr(import_module(module), name, None), "load_model")
+        except ImportError:
+            found = module == _V2  # The V2 runner needs Triton; where it is missing, V1 runs.
+        if not found:
+            missing.append(f"{module} has no {name}.load_model: its drafters stay unscaled")
+    return missing
+
+
+def warnings_for(config: Any, settings: DraftSettings, windows: Iterable[int | None]) -> list[str]:
     """What silently costs acceptance at length, or keeps scaling from acting, in a vLLM config.
 
-    windows: sliding window of each draft layer, None for full attention.
+    windows: what is left of each draft layer, None for full attention.
     """
     found = []
     served, speculative = config.model_config.max_model_len, config.speculative_config
@@ -45,17 +76,16 @@ def warnings_for(config: Any, policy: Policy, windows: Iterable[int | None]) -> 
             f"the target's RoPE is of type {rope} and the drafter's is not: their positions part "
             "ways where the target's are stretched; check the drafter's rope_parameters"
         )
-    if isinstance(policy, FixedSlope):
-        short = sorted({w for w in windows if w is not None and w <= policy.reference})
+    reference = getattr(settings.scale, "reference", None)
+    if reference is not None:
+        short = sorted({w for w in windows if w is not None and w <= reference})
         if short:
             found.append(
-                f"a window of {short[0]} Keys never exceeds N0 = {policy.reference}: scaling never "
-                "acts there"
+                f"a window of {short[0]} Keys never exceeds N0 = {reference}: scaling never acts "
+                "there"
             )
-        if served <= policy.reference:
-            found.append(
-                f"{served} tokens are served and N0 is {policy.reference}: scaling never acts"
-            )
+        if served <= reference:
+            found.append(f"{served} tokens are served and N0 is {reference}: scaling never acts")
     if speculative.method in ("dflash", "dspark") and config.kv_transfer_config is not None:
         found.append(
             "a KV connector restores the target's Keys but not the drafter's, which are made from "
@@ -127,7 +157,6 @@ def doctor(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         raise SharpDraftError(
             f"vLLM cannot be imported here ({error}): run doctor where vLLM is installed"
         ) from error
-    from .register import is_asked, missing_hooks, policy_in
 
     given = list(arguments)
     if given and not given[0].startswith("-"):
@@ -136,6 +165,8 @@ def doctor(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     try:
         config = EngineArgs.from_cli_args(parser.parse_args(given)).create_engine_config()
     except (ValueError, OSError) as error:
+        if isinstance(error.__cause__, SharpDraftError):
+            raise error.__cause__ from None
         raise SharpDraftError(
             f"vLLM refuses these arguments: {' '.join(str(error).split())}"
         ) from error
@@ -150,11 +181,14 @@ def doctor(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         "are served"
     )
     warnings = [*version_warnings(), *missing_hooks()]
-    policy = policy_in(config)
-    windows = windows_of(draft.hf_text_config)
-    if policy is not None:
-        facts.append(describe(policy, [f"layer {i}" for i in range(len(windows))]))
-        warnings += warnings_for(config, policy, windows)
+    settings = settings_in(config)
+    own = [View(window=window) for window in windows_of(draft.hf_text_config)]
+    if settings is not None and settings.length is not None:
+        facts.append(f"as the settings say, {registry.describe(settings.length)}")
+    if settings is not None and settings.acts:
+        facts += describe(settings, [f"layer {i}" for i in range(len(own))])
+        windows = [view.window for view in settings.views(own)]
+        warnings += warnings_for(config, settings, windows)
     elif is_asked(config):
         facts.append("asked for Frozen: acceptance is counted by context length, nothing is scaled")
     else:

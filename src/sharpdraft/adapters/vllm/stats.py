@@ -12,11 +12,10 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from ..imports import when_imported
+from ..hooks import when_imported, wrap_once
 
 EDGES = tuple(512 << i for i in range(12))
 """Upper ends of the context buckets, in tokens; the last one takes whatever is longer."""
@@ -44,9 +43,9 @@ _COUNTERS = (
 
 def register(is_asked: Callable[[Any], bool]) -> None:
     """Count in every engine whose config `is_asked`."""
-    when_imported("vllm.v1.spec_decode.metrics", _extend_statistics)
-    when_imported("vllm.v1.core.sched.scheduler", lambda m: _count_in(m.Scheduler, is_asked))
-    when_imported("vllm.v1.metrics.loggers", lambda m: _show_in(m, is_asked))
+    when_imported("vllm.v1.spec_decode.metrics", extend_statistics)
+    when_imported("vllm.v1.core.sched.scheduler", lambda m: count_in(m, is_asked))
+    when_imported("vllm.v1.metrics.loggers", lambda m: show_in(m, is_asked))
 
 
 def bucket(context: int) -> int:
@@ -60,7 +59,8 @@ def label(index: int) -> str:
     return f"{low}-{EDGES[index]}" if index < len(EDGES) - 1 else f"{low}-inf"
 
 
-def _extend_statistics(module: ModuleType) -> None:
+def extend_statistics(module: ModuleType) -> None:
+    """Give vLLM's statistics of drafts a field for counts by context."""
     cls = module.SpecDecodingStats
     if "by_context" in cls.__dataclass_fields__:
         return
@@ -76,24 +76,19 @@ def _extend_statistics(module: ModuleType) -> None:
         setattr(cls, name, getattr(WithContext, name))
 
 
-def _count_in(scheduler: type, is_asked: Callable[[Any], bool]) -> None:
-    original = scheduler.make_spec_decoding_stats  # type: ignore[attr-defined]
-    if list(inspect.signature(original).parameters) != _MAKE:
-        _LOG.error(
-            "sharpdraft: this vLLM counts drafts otherwise than relied on: none are counted by "
-            "context length"
-        )
-        return
+def count_in(module: ModuleType, is_asked: Callable[[Any], bool]) -> None:
+    """Have the scheduler count, whose module this is."""
 
-    @wraps(original)
-    def make_spec_decoding_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stats = original(self, *args, **kwargs)
-        if stats is not None and _asked(self, is_asked):
+    def counted(
+        make: Callable[..., Any], scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        stats = make(*args, **kwargs)
+        if stats is not None and _asked(scheduler, is_asked):
             given = dict(zip(_MAKE[1:], args, strict=False)) | kwargs
             request = given["request_id"]
             # Tokens up to the anchor: those of this step are appended later.
             counts = stats.by_context.setdefault(
-                bucket(self.requests[request].num_tokens - 1), [0, 0, 0]
+                bucket(scheduler.requests[request].num_tokens - 1), [0, 0, 0]
             )
             counts[0] += 1
             counts[1] += given["num_draft_tokens"] - (given["num_invalid_spec_tokens"] or {}).get(
@@ -102,7 +97,14 @@ def _count_in(scheduler: type, is_asked: Callable[[Any], bool]) -> None:
             counts[2] += given["num_accepted_tokens"]
         return stats
 
-    scheduler.make_spec_decoding_stats = make_spec_decoding_stats  # type: ignore[attr-defined]
+    make = getattr(getattr(module, "Scheduler", None), "make_spec_decoding_stats", None)
+    if make is None or list(inspect.signature(make).parameters) != _MAKE:
+        _LOG.error(
+            "sharpdraft: this vLLM counts drafts otherwise than relied on: none are counted by "
+            "context length"
+        )
+    else:
+        wrap_once(module, "Scheduler.make_spec_decoding_stats", counted)
 
 
 def _asked(scheduler: Any, is_asked: Callable[[Any], bool]) -> bool:
@@ -111,27 +113,36 @@ def _asked(scheduler: Any, is_asked: Callable[[Any], bool]) -> bool:
     return bool(scheduler._sharpdraft_asked)
 
 
-def _show_in(module: ModuleType, is_asked: Callable[[Any], bool]) -> None:
-    def with_line(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        log_init(self, vllm_config, *args, **kwargs)
-        if is_asked(vllm_config):
-            self.spec_decoding_logging = ContextLine(self.spec_decoding_logging)
+def show_in(module: ModuleType, is_asked: Callable[[Any], bool]) -> None:
+    """Have the loggers show what is counted, whose module this is."""
 
-    def with_counters(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        prometheus_init(self, vllm_config, *args, **kwargs)
-        if is_asked(vllm_config):
-            labels = ["model_name", "engine"]
-            values = self.per_engine_labelvalues
-            self.spec_decoding_prom = ContextCounters(
-                self.spec_decoding_prom, labels, values, vllm_config.model_config.max_model_len
+    def with_line(
+        init: Callable[..., Any], logger: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        init(*args, **kwargs)
+        if is_asked(_config_of(args, kwargs)):
+            logger.spec_decoding_logging = ContextLine(logger.spec_decoding_logging)
+
+    def with_counters(
+        init: Callable[..., Any], logger: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        init(*args, **kwargs)
+        config = _config_of(args, kwargs)
+        if is_asked(config):
+            logger.spec_decoding_prom = ContextCounters(
+                logger.spec_decoding_prom,
+                ["model_name", "engine"],
+                logger.per_engine_labelvalues,
+                config.model_config.max_model_len,
             )
 
-    log_init, prometheus_init = (
-        module.LoggingStatLogger.__init__,
-        module.PrometheusStatLogger.__init__,
-    )
-    module.LoggingStatLogger.__init__ = with_line
-    module.PrometheusStatLogger.__init__ = with_counters
+    for name, around in (("Logging", with_line), ("Prometheus", with_counters)):
+        if not wrap_once(module, f"{name}StatLogger.__init__", around):
+            _LOG.error("sharpdraft: this vLLM has no %sStatLogger: it shows no counts", name)
+
+
+def _config_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
 
 
 class ContextLine:

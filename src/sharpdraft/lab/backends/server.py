@@ -3,34 +3,44 @@ of drafts."""
 
 from __future__ import annotations
 
-import json
-import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ...errors import SharpDraftError
+from ...errors import SharpDraftError, one_line
+
+try:
+    import httpx
+    from httpx_sse import connect_sse
+    from prometheus_client.parser import text_string_to_metric_families
+except ImportError as error:
+    raise SharpDraftError(
+        f'a library that talks to servers is missing ({error}): pip install "sharpdraft[lab]"'
+    ) from error
 
 _TIMEOUT = 600.0
-_METRIC = re.compile(
-    r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens)_total(?:\{.*\})? (\S+)$",
-    re.MULTILINE,
-)
 _KINDS = ("drafts", "draft_tokens", "accepted_tokens")
+_COUNTERS = {f"vllm:spec_decode_num_{kind}_total": at for at, kind in enumerate(_KINDS)}
+_BROKEN = (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError)
 
 
 class Server:
-    """A running server. Raises SharpDraftError if nothing answers there."""
+    """A running server. Raises SharpDraftError if nothing answers there, or not with `model`."""
 
     def __init__(self, url: str, model: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        models = [entry["id"] for entry in json.loads(self._get("/v1/models"))["data"]]
+        # As many connections as there are prompts at once.
+        self.client = httpx.Client(timeout=_TIMEOUT, limits=httpx.Limits())
+        try:
+            models = [entry["id"] for entry in self._get("/v1/models").json()["data"]]
+            self.model = model or models[0]
+        except _BROKEN as error:
+            raise SharpDraftError(
+                f"no OpenAI-compatible server answers at {self.url}/v1/models: {one_line(error)}"
+            ) from error
         if model is not None and model not in models:
             raise SharpDraftError(f"{self.url} serves {', '.join(models)}, not {model}")
-        self.model = model or models[0]
 
     def answer(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[int] = ()
@@ -47,11 +57,9 @@ class Server:
             streams = list(pool.map(lambda prompt: self._stream(prompt, max_tokens), prompts))
         seconds = time.perf_counter() - began
         after = self.counts()
-        counts = (
-            None
-            if after is None or before is None
-            else [a - b for a, b in zip(after, before, strict=True)]
-        )
+        counts = None
+        if before is not None and after is not None:
+            counts = [a - b for a, b in zip(after, before, strict=True)]
         return {
             "tokens": [text for text, _, _ in streams],
             "decoded": sum(count for _, count, _ in streams),
@@ -63,14 +71,18 @@ class Server:
     def counts(self) -> list[int] | None:
         """Drafts, drafted and accepted tokens so far; None where the server counts none."""
         try:
-            found = _METRIC.findall(self._get("/metrics"))
-        except SharpDraftError:
+            families = list(text_string_to_metric_families(self._get("/metrics").text))
+        except (httpx.HTTPError, ValueError):
             return None
-        return (
-            [int(sum(float(n) for k, n in found if k == kind)) for kind in _KINDS]
-            if found
-            else None
-        )
+        found, known = [0.0] * len(_KINDS), False
+        for sample in (sample for family in families for sample in family.samples):
+            if (at := _COUNTERS.get(sample.name)) is not None:
+                found[at], known = found[at] + sample.value, True
+        return [int(value) for value in found] if known else None
+
+    def close(self) -> None:
+        """End the connections."""
+        self.client.close()
 
     def _stream(self, prompt: Sequence[int], max_tokens: int) -> tuple[str, int, float]:
         """Text, tokens, seconds to the first one."""
@@ -84,36 +96,32 @@ class Server:
         }
         text, count, first = "", 0, 0.0
         began = time.perf_counter()
+        url = f"{self.url}/v1/completions"
         try:
-            with self._open("/v1/completions", body) as response:
-                for line in response:
-                    data = line.decode().removeprefix("data:").strip()
-                    if not data or data == "[DONE]":
-                        continue
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise SharpDraftError(f"{self.url} refused a prompt: {event['error']}")
+            with connect_sse(self.client, "POST", url, json=body) as source:
+                self._check(source.response)
+                for event in source.iter_sse():
+                    if event.data == "[DONE]":
+                        break
+                    said = event.json()
+                    if "error" in said:
+                        raise SharpDraftError(f"{self.url} refused a prompt: {said['error']}")
                     first = first or time.perf_counter() - began
-                    text += "".join(choice["text"] for choice in event["choices"])
-                    count = (event.get("usage") or {}).get("completion_tokens", count)
-        except (urllib.error.URLError, OSError, ValueError, KeyError) as error:
+                    text += "".join(choice["text"] for choice in said["choices"])
+                    count = (said.get("usage") or {}).get("completion_tokens", count)
+        except _BROKEN as error:
             raise SharpDraftError(
-                f"{self.url} did not answer a prompt of {len(prompt)} tokens: {error}"
+                f"{self.url} did not answer a prompt of {len(prompt)} tokens: {one_line(error)}"
             ) from error
         return text, count, first
 
-    def _get(self, path: str) -> str:
-        try:
-            with self._open(path, None) as response:
-                return str(response.read().decode())
-        except (urllib.error.URLError, OSError, ValueError) as error:
-            raise SharpDraftError(
-                f"no OpenAI-compatible server answers at {self.url}{path}: {error}"
-            ) from error
+    def _get(self, path: str) -> httpx.Response:
+        response = self.client.get(self.url + path)
+        self._check(response)
+        return response
 
-    def _open(self, path: str, body: dict[str, Any] | None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data, {"Content-Type": "application/json"}
-        )
-        return urllib.request.urlopen(request, timeout=_TIMEOUT)
+    def _check(self, response: httpx.Response) -> None:
+        """Refuse an error, with what the server says of it."""
+        if response.is_error:
+            said = f"{response.status_code} {response.reason_phrase} {response.read().decode()}"
+            raise httpx.HTTPError(said)

@@ -20,10 +20,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ...decode.session import Arm
 from ...drafters.checkpoint import read_json
-from ...drafters.eagle3 import is_eagle3
-from ...drafters.pard import is_pard
+from ...drafters.registry import family_of, num_drafts
 from ...errors import SharpDraftError
+from ...method.settings import FROZEN
+
+_METHODS: dict[str, dict[str, Any]] = {
+    "dflash": {"method": "dflash"},
+    "eagle3": {"method": "eagle3"},
+    "pard": {"method": "draft_model", "parallel_drafting": True},
+}
+"""What vLLM calls our families."""
 
 Rounds = list[tuple[int, int, int]]
 
@@ -35,6 +43,20 @@ class Engine:
     None for AR. options: further arguments of `vllm.LLM`. Raises SharpDraftError where vLLM is
     missing or does not start.
     """
+
+    @classmethod
+    def of(
+        cls,
+        arm: Arm,
+        target: Path,
+        drafter: Path | None,
+        options: Mapping[str, Any] | None = None,
+        log: Path | None = None,
+    ) -> Engine:
+        """The engine of an arm of this drafter, which AR does without."""
+        if arm.drafter is None or drafter is None:
+            return cls(target, None, 0, None, options, log)
+        return cls(target, drafter, drafts_of(arm, drafter), asked_for(arm), options, log)
 
     def __init__(
         self,
@@ -73,6 +95,7 @@ class Engine:
         )
 
     def close(self) -> None:
+        """End the child."""
         with suppress(OSError):
             assert self.child.stdin is not None
             self.child.stdin.close()
@@ -99,16 +122,23 @@ class Engine:
         return reply
 
 
+def asked_for(arm: Arm) -> object:
+    """What the plugin is asked for, for an arm; None for AR, which has no drafter."""
+    if arm.drafter is None:
+        return None
+    return arm.settings.to_dict() if arm.settings.acts else FROZEN
+
+
+def drafts_of(arm: Arm, drafter: Path) -> int:
+    """Tokens that an arm drafts in a round, which the lab's own loop drafts too. Raises
+    SharpDraftError for a directory that holds no drafter."""
+    return arm.settings.drafts or num_drafts(drafter)
+
+
 def speculative_config(drafter: Path, drafts: int) -> dict[str, Any]:
     """What vLLM is told of a drafter of any of our families. Raises SharpDraftError for a directory
     that holds none."""
-    config = read_json(drafter)
-    if is_eagle3(config):
-        method: dict[str, Any] = {"method": "eagle3"}
-    elif is_pard(config):
-        method = {"method": "draft_model", "parallel_drafting": True}
-    else:
-        method = {"method": "dflash"}
+    method = _METHODS[family_of(read_json(drafter))]
     return {**method, "model": str(drafter), "num_speculative_tokens": drafts}
 
 

@@ -1,0 +1,156 @@
+"""`sharpdraft bench` in serving engines: one vLLM, or one running server, an arm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SharpDraftError
+from .loading import Drafters, check_arms, names_of
+from .options import BUILT_IN, BenchOptions
+from .progress import bar, resumable
+from .report import Run, report
+
+if TYPE_CHECKING:
+    from ..decode.session import Arm
+    from ..lab.backends.groups import Backend, Prompt
+    from ..workloads.tasks import Task
+
+
+def bench_engines(options: BenchOptions) -> None:
+    """Compare arms in vLLM, or running servers. Raises SharpDraftError."""
+    from ..hub.targets import load_tokenizer
+    from ..lab.backends.groups import groups_of, recorded_prompts, run_groups
+    from ..lab.plan import Plan, RunLog
+    from ..workloads.tasks import digest, recordings
+
+    where = _where(options)
+    tasks = _tasks(options)
+    directory, tokenizer, limit, ends = load_tokenizer(options.target)
+    plan = Plan(
+        options.target,
+        f"{options.drafter or 'built-in'} in {where.name} with {options.engine_args}, "
+        f"{options.concurrency} at once",
+        where.arms,
+        turns_per_bucket=options.turns_per_bucket,
+        tasks=digest(tasks),
+    )
+    prompts = _prompts(tasks, tokenizer)
+    if not tasks:
+        prompts = recorded_prompts(recordings()[: options.sessions], plan, limit)
+    groups = groups_of(prompts, plan.edges, options.concurrency)
+    log = RunLog(options.out_dir / "rows.jsonl", plan)
+    with resumable(str(log.path)), bar(len(groups), "starting") as (progress, task):
+        progress.advance(task, len(log.rows))
+
+        def on_row(row: dict[str, Any]) -> None:
+            log.add(row)
+            progress.advance(task)
+
+        def on_progress(text: str) -> None:
+            progress.update(task, description=text)
+
+        if len(log.rows) < len(groups):
+            with ExitStack() as open_ones:
+                backends = {
+                    name: open_ones.enter_context(closing(backend))
+                    for name, backend in where.start(directory, options.out_dir, on_progress)
+                }
+                run_groups(groups, backends, ends, log.rows, on_row, on_progress)
+    title = f"{options.target} in {where.name}, {options.concurrency} at once"
+    report(Run(log.rows, plan, options.out_dir, title), options.as_json)
+
+
+@dataclass(frozen=True)
+class _Servers:
+    """Running servers, by what they are called."""
+
+    name: str
+    urls: dict[str, str]
+    arms: tuple[Arm, ...] = ()
+
+    def start(
+        self, target: Path, out_dir: Path, say: Callable[[str], None]
+    ) -> Iterator[tuple[str, Backend]]:
+        from ..lab.backends.server import Server
+
+        for name, url in self.urls.items():
+            yield name, Server(url)
+
+
+@dataclass(frozen=True)
+class _Engines:
+    """A vLLM for each arm. drafter: None where no arm has one."""
+
+    name: str
+    arms: tuple[Arm, ...]
+    drafter: Path | None
+    arguments: dict[str, Any]
+
+    def start(
+        self, target: Path, out_dir: Path, say: Callable[[str], None]
+    ) -> Iterator[tuple[str, Backend]]:
+        from ..lab.backends.vllm import Engine
+
+        for arm in self.arms:
+            say(f"starting vLLM for {arm.name}")
+            log = out_dir / f"vllm-{arm.name.replace('/', '-')}.log"
+            yield arm.name, Engine.of(arm, target, self.drafter, self.arguments, log)
+
+
+def _where(options: BenchOptions) -> _Servers | _Engines:
+    if options.engine not in (None, "vllm"):
+        raise SharpDraftError(
+            f"--engine {options.engine}: known is vllm; any server is reached with --base-url"
+        )
+    if options.engine is not None and options.base_url is not None:
+        raise SharpDraftError("give --engine or --base-url, not both")
+    if options.base_url is not None:
+        pairs = (each.rpartition("=") for each in names_of(options.base_url))
+        return _Servers(options.base_url, {name or "server": url for name, _, url in pairs})
+    try:
+        arguments = json.loads(options.engine_args)
+    except ValueError as error:
+        raise SharpDraftError(f"--engine-args is no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise SharpDraftError("--engine-args is no JSON object")
+    from ..adapters.vllm.request import VLLM
+
+    names = names_of(options.arms)
+    check_arms(names)
+    drafters = Drafters.find(options, names)
+    arms = drafters.arms(names, VLLM)
+    return _Engines("vllm", arms, drafters.directories.get(""), arguments)
+
+
+def _tasks(options: BenchOptions) -> list[Task]:
+    from ..workloads.tasks import from_file
+
+    if options.prompts is None:
+        if options.target != BUILT_IN:
+            raise SharpDraftError(
+                f"the recorded sessions are those of {BUILT_IN}: give --prompts for another target"
+            )
+        return []
+    tasks = from_file(options.prompts, options.answer_tokens)
+    if long := [task.name for task in tasks if len(task.turns) > 1]:
+        raise SharpDraftError(f"an engine is given single prompts: {long[0]} has several turns")
+    return tasks
+
+
+def _prompts(tasks: Sequence[Task], tokenizer: Any) -> list[Prompt]:
+    from ..lab.backends.groups import Prompt
+    from ..workloads.chat import chat_tokens
+
+    return [
+        Prompt(
+            task.name,
+            tuple(chat_tokens(tokenizer, task.turns[0], first=True)),
+            task.answer_tokens,
+        )
+        for task in tasks
+    ]

@@ -1,0 +1,126 @@
+"""`sharpdraft generate`: one answer, streamed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.markup import escape
+
+from ..errors import SharpDraftError
+from .console import err, out
+from .options import GenerateOptions, taking
+
+if TYPE_CHECKING:
+    from ..decode.rounds import Round
+    from ..decode.sampling import Sampling
+    from .loading import Loaded
+
+
+@taking(GenerateOptions)
+def generate(options: GenerateOptions) -> None:
+    """Stream an answer; accepted drafts are green, the target's own tokens plain."""
+    from ..decode.session import HOST
+    from .loading import Drafters, Loaded, check_arms
+
+    names = [options.arm]
+    check_arms(names)
+    sampling = _sampling(options)
+    text = sys.stdin.read() if options.prompt is None else options.prompt
+    if not text.strip():
+        raise SharpDraftError("the prompt is empty: give a text")
+    drafters = Drafters.find(options, names)
+    (arm,) = drafters.arms(names, HOST)
+    loaded = Loaded.load(options, drafters)
+    session = loaded.session
+    session.sampling = sampling
+    session.use(arm)
+    ids = _prompt_ids(loaded, text, options.raw)
+    screen = _Screen(loaded.tokenizer)
+    rounds = []
+    for done in session.generate(ids, options.max_new_tokens, loaded.stop):
+        rounds.append(done)
+        if not options.as_json:
+            screen.show(session.tokens[len(ids) :], done.accepted > 0)
+    written = session.tokens[len(ids) :]
+    figures = {
+        "arm": options.arm,
+        "text": loaded.tokenizer.decode(written, skip_special_tokens=True),
+        "token_ids": written,
+        "prompt_tokens": len(ids),
+        "finish": session.finish,
+        "prefill_seconds": session.prefill_seconds,
+        **_speed(rounds, len(written)),
+    }
+    if options.as_json:
+        typer.echo(json.dumps(figures))
+    else:
+        out.print()
+        err.print(f"[dim]{_summary(figures)}[/]", highlight=False, soft_wrap=True)
+
+
+def _sampling(options: GenerateOptions) -> Sampling:
+    from ..decode.sampling import Sampling
+
+    return Sampling(
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.min_p,
+        options.repetition_penalty,
+        seed=options.seed,
+    )
+
+
+def _prompt_ids(loaded: Loaded, text: str, raw: bool) -> list[int]:
+    if raw or not getattr(loaded.tokenizer, "chat_template", None):
+        return list(loaded.tokenizer(text)["input_ids"])
+    return loaded.prompt(text)
+
+
+def _speed(rounds: Sequence[Round], tokens: int) -> dict[str, float | None]:
+    drafted = [each for each in rounds if each.drafted]
+    seconds = sum(each.draft_seconds + each.verify_seconds for each in rounds[1:])
+    accepted = sum(each.accepted + 1 for each in drafted)
+    return {
+        "decode_seconds": seconds,
+        "tokens_per_second": (tokens - 1) / seconds if seconds else None,
+        "mal": accepted / len(drafted) if drafted else None,
+    }
+
+
+def _summary(figures: dict[str, Any]) -> str:
+    parts = [f"{figures['arm']}: {len(figures['token_ids'])} tokens"]
+    if speed := figures["tokens_per_second"]:
+        parts.append(f"{speed:.1f} tokens/s")
+    if mal := figures["mal"]:
+        parts.append(f"{mal:.2f} tokens a verification")
+    parts.append(f"prefill of {figures['prompt_tokens']} tokens {figures['prefill_seconds']:.2f} s")
+    parts.append(f"ended by {figures['finish']}")
+    return ", ".join(parts)
+
+
+class _Screen:
+    """Prints an answer as it grows, drafts in green."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.shown = ""
+
+    def show(self, written: Sequence[int], accepted: bool) -> None:
+        """Print what is new in `written`, of which all but the last token of the newest round are
+        drafts if it accepted any."""
+        whole: str = self.tokenizer.decode(written, skip_special_tokens=True)
+        # A token can be part of a character: what is not yet whole is shown with the next one.
+        if whole.endswith("\ufffd"):
+            return
+        before = self.tokenizer.decode(written[:-1], skip_special_tokens=True) if accepted else ""
+        middle = max(len(self.shown), min(len(before), len(whole)))
+        drafts, own = whole[len(self.shown) : middle], whole[middle:]
+        out.print(
+            f"[green]{escape(drafts)}[/]{escape(own)}", end="", highlight=False, soft_wrap=True
+        )
+        self.shown = whole

@@ -1,0 +1,24 @@
+"""`sharpdraft record`: the built-in sessions as a target writes them."""
+
+from __future__ import annotations
+
+import typer
+
+from .options import RecordOptions, taking
+from .progress import bar
+
+
+@taking(RecordOptions)
+def record(options: RecordOptions) -> None:
+    """Let a target write the built-in sessions once, so that a bench can start deep inside them."""
+    from ..train.pipeline import record_sessions
+
+    record_sessions(
+        options.target,
+        options.out_file,
+        sessions=options.sessions,
+        length=options.length,
+        device=options.device,
+        progress=bar,
+    )
+    typer.echo(options.out_file)

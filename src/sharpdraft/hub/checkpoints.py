@@ -1,0 +1,87 @@
+"""Where checkpoints are: local directories, hub ids, and the names that come with the package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from ..errors import SharpDraftError, one_line
+from .smollm2 import DRAFTER_FAMILIES, SMOLLM2, built_in_drafter, smollm2_dir
+
+_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt")
+_NOT_FILES = ("*/*", "consolidated*")
+
+
+def target_dir(name: str, *, files: Sequence[str] = _FILES) -> Path:
+    """The local directory of the target `name`: SMOLLM2, which is made on first use, or as
+    checkpoint_dir. Raises SharpDraftError."""
+    return smollm2_dir() if name == SMOLLM2 else checkpoint_dir(name, files=files)
+
+
+def drafter_dir(target: str, name: str | None) -> Path | None:
+    """The directory of a drafter: `name` is a local directory, a family that comes with the target,
+    or a hub id; None for the target's own DFlash drafter, which it may not have. Raises
+    SharpDraftError as checkpoint_dir does."""
+    if name is None:
+        return built_in_drafter(target)
+    if name in DRAFTER_FAMILIES and not Path(name).is_dir():
+        if (own := built_in_drafter(target, name)) is None:
+            raise SharpDraftError(
+                f"no {name} drafter comes with {target}: give the directory of one, or train one"
+            )
+        return own
+    return checkpoint_dir(name)
+
+
+def checkpoint_dir(name_or_path: str, *, files: Sequence[str] = _FILES) -> Path:
+    """The local directory of a checkpoint, target or drafter; a hub id is downloaded first.
+
+    files: patterns of the files that a download brings; subdirectories never come.
+
+    Raises SharpDraftError: neither a directory nor a hub id, a hub that cannot be reached, or a
+    gated model.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise SharpDraftError(
+            f"'{name_or_path}' is a file: give the directory that holds config.json and the weights"
+        )
+    try:
+        return Path(
+            snapshot_download(
+                name_or_path, allow_patterns=list(files), ignore_patterns=list(_NOT_FILES)
+            )
+        )
+    except HFValidationError as error:
+        raise SharpDraftError(
+            f"'{name_or_path}' does not exist, and cannot be a Hugging Face hub id either"
+        ) from error
+    except GatedRepoError as error:
+        raise SharpDraftError(
+            f"'{name_or_path}' is gated: accept its terms at "
+            f"https://huggingface.co/{name_or_path}, then log in with `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise SharpDraftError(
+            f"'{name_or_path}' is neither a local directory nor a model on the Hugging Face hub: "
+            "check the spelling; if it is a private model, log in with `hf auth login`"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise SharpDraftError(
+            f"'{name_or_path}' is not a local directory, and the Hugging Face hub cannot be "
+            "reached: go online, or give the path of a directory that holds the checkpoint"
+        ) from error
+    except Exception as error:
+        raise SharpDraftError(
+            f"'{name_or_path}' could not be downloaded: {one_line(error)}"
+        ) from error

@@ -1,0 +1,182 @@
+"""From the rows of a run to figures by context length, with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..decode.session import Arm
+from ..method.settings import FROZEN
+from ..workloads.tasks import bucket_of
+from .arms import AR
+
+_RESAMPLES = 2000
+
+Row = dict[str, Any]
+_Part = Callable[[Row], float]
+"""What a row adds to a sum."""
+_Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its 95 % interval from resampling sessions; the interval is None with fewer than
+    three."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        interval = "" if self.low is None else f" [{self.low:.2f}, {self.high:.2f}]"
+        return f"{self.value:.2f}{interval}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One arm in one context bucket. speed is in tokens per second, speedup over AR in the same
+    turns; gain is MAL minus Frozen's on the same text."""
+
+    arm: str
+    bucket: int
+    turns: int
+    tokens: int
+    speed: Estimate | None
+    speedup: Estimate | None
+    mal: Estimate | None
+    gain: Estimate | None
+    mass: Estimate | None
+
+
+def summarise(rows: Sequence[Row], edges: Sequence[int], arms: Sequence[Arm] = ()) -> list[Cell]:
+    """Every arm in every bucket that was measured, drafter by drafter.
+
+    arms: those of the plan; a name that is none of theirs, such as a server's, is told by its name.
+    """
+    cells = []
+    for bucket in range(len(edges)):
+        inside = [row for row in rows if bucket_of(row["context"], edges) == bucket]
+        if inside:
+            known = _ordered(inside[0], arms)
+            cells += [_cell(arm, known, bucket, inside) for arm in known]
+    return cells
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """An arm of a row. drafter: None for AR. frozen: whether it is its drafter as released."""
+
+    name: str
+    drafter: str | None
+    frozen: bool
+    drafts: int | None = None
+
+
+def _measured(name: str, arm: Arm | None) -> _Measured:
+    if arm is None:
+        return _Measured(name, None if name == AR.name else "", name == FROZEN)
+    drafting = arm.drafter is not None
+    return _Measured(name, arm.drafter, drafting and not arm.settings.acts, arm.settings.drafts)
+
+
+def _ordered(row: Row, arms: Sequence[Arm]) -> list[_Measured]:
+    """The arms of a row: AR, then each drafter's in the order in which they were measured."""
+    known = {arm.name: arm for arm in arms}
+    names = dict.fromkeys((*row["arms"], *row["replayed"]))
+    found = [_measured(name, known.get(name)) for name in names]
+    drafters = list(dict.fromkeys(each.drafter for each in found))
+    return sorted(found, key=lambda each: (each.drafter is not None, drafters.index(each.drafter)))
+
+
+def _cell(arm: _Measured, arms: Sequence[_Measured], bucket: int, rows: Sequence[Row]) -> Cell:
+    name = arm.name
+    timed, replayed = name in rows[0]["arms"], name in rows[0]["replayed"]
+    place = "arms" if timed else "replayed"
+    # A short answer has no anchor to measure at, so that one row may lack what others have.
+    massed = replayed and any(row["replayed"][name].get("mass") for row in rows)
+    mal = [_drafts(place, name, 0), _drafts(place, name, 2)]
+    speed = [_figure("arms", name, "tokens"), _figure("arms", name, "seconds")]
+    found: dict[str, Estimate] = {}
+    if timed:
+        found["speed"] = _estimate(rows, np.divide, *speed)
+        if arm.drafter is not None and AR.name in rows[0]["arms"]:
+            alone = [_figure("arms", AR.name, "tokens"), _figure("arms", AR.name, "seconds")]
+            found["speedup"] = _estimate(rows, _ratio, *speed, *alone)
+    if arm.drafter is not None:
+        found["mal"] = _estimate(rows, _mal, *mal)
+        base = None if arm.frozen else _frozen_of(arm, arms, rows[0][place])
+        if base is not None:
+            own = [_drafts(place, base, 0), _drafts(place, base, 2)]
+            found["gain"] = _estimate(rows, _gain, *mal, *own)
+    if massed:
+        found["mass"] = _estimate(rows, np.divide, _mass(name, sum), _mass(name, len))
+    tokens = sum(row[place][name]["tokens"] for row in rows)
+    figures = {key: found.get(key) for key in ("speed", "speedup", "mal", "gain", "mass")}
+    return Cell(name, bucket, len(rows), tokens, **figures)
+
+
+def _frozen_of(arm: _Measured, arms: Sequence[_Measured], measured: Collection[str]) -> str | None:
+    """The arm that is the same drafter as released, at the same length where there is a choice."""
+    bases = [e for e in arms if e.frozen and e.drafter == arm.drafter and e.name in measured]
+    found = min(bases, key=lambda each: each.drafts != arm.drafts, default=None)
+    return None if found is None else found.name
+
+
+def _figure(place: str, name: str, key: str) -> _Part:
+    return lambda row: row[place][name][key]
+
+
+def _drafts(place: str, name: str, which: int) -> _Part:
+    """Of a row: rounds (0) or accepted tokens (2)."""
+
+    def part(row: Row) -> float:
+        arm = row[place][name]
+        # A server counts its drafts itself; an engine of ours tells every round.
+        if counts := arm.get("counts"):
+            return float(counts[which])
+        return len(arm["rounds"]) if which == 0 else sum(r[which] for r in arm["rounds"])
+
+    return part
+
+
+def _mass(name: str, of: Callable[[list[float]], float]) -> _Part:
+    return lambda row: of([mass for _, mass in row["replayed"][name]["mass"]])
+
+
+def _mal(rounds: _Values, accepted: _Values) -> _Values:
+    return 1 + accepted / rounds
+
+
+def _gain(rounds: _Values, accepted: _Values, others: _Values, other: _Values) -> _Values:
+    return accepted / rounds - other / others
+
+
+def _ratio(tokens: _Values, seconds: _Values, others: _Values, other: _Values) -> _Values:
+    return (tokens / seconds) / (others / other)
+
+
+def _estimate(rows: Sequence[Row], of: Callable[..., Any], *parts: _Part) -> Estimate:
+    """A figure that is a function of sums over rows, with its interval."""
+    names = sorted({row["session"] for row in rows})
+    sums = np.zeros((len(names), len(parts)))
+    for row in rows:
+        sums[names.index(row["session"])] += [part(row) for part in parts]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = float(of(*sums.sum(0)))
+        if len(names) < 3 or np.isnan(value):
+            return Estimate(value)
+        return Estimate(value, *_interval(sums, of))
+
+
+def _interval(sums: _Values, of: Callable[..., Any]) -> tuple[float, float]:
+    """95 % of what resampled sessions say. sums [sessions, parts]: drawing sessions is weighing
+    their sums by how often each was drawn."""
+    count = len(sums)
+    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), _RESAMPLES)
+    # A draw of sessions in which nothing was drafted has no MAL.
+    low, high = np.nanpercentile(of(*(drawn @ sums).T), [2.5, 97.5])
+    return float(low), float(high)

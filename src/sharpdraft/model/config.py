@@ -1,0 +1,152 @@
+"""What a config.json of Llama's family says.
+
+Read here, as importing transformers' classes for it takes longer than all the rest of loading a
+small model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_SCALED_TO_LENGTH = ("llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The configuration of a Llama, Qwen2 or Qwen3 model, or of a drafter with layers like theirs.
+
+    Fields have the names of config.json. rope_parameters: "rope_type", "rope_theta" and what the
+    type needs, whichever way the file has them. dtype: the name of the dtype that it says the
+    weights are in. source: the whole file.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    hidden_act: str
+    rope_parameters: Mapping[str, Any]
+    layer_types: tuple[str, ...]
+    attention_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    eos_token_id: int | list[int] | None
+    dtype: str | None
+    source: Mapping[str, Any] = field(repr=False)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], family: str | None = None) -> Config:
+        """Read a mapping with the content of a config.json.
+
+        family: one of ARCHITECTURES, whose defaults hold; None for the mapping's model_type.
+
+        Raises ValueError that names the field: it is missing, or has no such value.
+        """
+        read = _Reader(values)
+        family = family or str(values.get("model_type"))
+        if family not in ARCHITECTURES:
+            raise ValueError(f"model_type is {family}, none of {', '.join(ARCHITECTURES)}")
+        hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
+        layers = read.whole("num_hidden_layers")
+        positions = read.whole("max_position_embeddings", _POSITIONS[family])
+        kv_heads = read.whole("num_key_value_heads", heads)
+        head_dim = read.whole("head_dim", 128 if family == "qwen3" else hidden // heads)
+        if heads % kv_heads:
+            raise ValueError(f"num_attention_heads is {heads}, no multiple of {kv_heads} Key heads")
+        if head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}: rotary positions need an even one")
+        return cls(
+            model_type=family,
+            vocab_size=read.whole("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=read.whole("intermediate_size"),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=positions,
+            rms_norm_eps=read.number("rms_norm_eps", 1e-6),
+            hidden_act=str(read.get("hidden_act", "silu")),
+            rope_parameters=_rope_parameters(read, positions),
+            layer_types=_layer_types(read, layers),
+            attention_bias=family == "qwen2" or bool(read.get("attention_bias", False)),
+            mlp_bias=family == "llama" and bool(read.get("mlp_bias", False)),
+            tie_word_embeddings=bool(read.get("tie_word_embeddings", False)),
+            eos_token_id=read.tokens("eos_token_id"),
+            dtype=_dtype(read),
+            source=dict(values),
+        )
+
+
+@dataclass
+class _Reader:
+    """Values of a config.json; one that is null counts as missing."""
+
+    values: Mapping[str, Any]
+
+    def get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+        return float(value)
+
+    def tokens(self, name: str) -> int | list[int] | None:
+        value = self.values.get(name)
+        every = value if isinstance(value, list) else [value]
+        if value is not None and not all(type(each) is int for each in every):
+            raise ValueError(f"{name} must be a token id or a list of them, got {value!r}")
+        return value
+
+
+def _rope_parameters(read: _Reader, positions: int) -> dict[str, Any]:
+    """In the form of transformers 5, out of any that published files have: "rope_scaling" beside
+    "rope_theta", "type" for "rope_type", the length of pretraining beside them."""
+    given = read.values.get("rope_scaling") or read.values.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"rope_parameters must be a mapping, got {given!r}")
+    found = dict(given)
+    found["rope_type"] = str(found.get("rope_type", found.get("type", "default")))
+    found["rope_theta"] = _Reader(found).number("rope_theta", read.number("rope_theta", 10_000.0))
+    if found["rope_type"] in _SCALED_TO_LENGTH:
+        length = "original_max_position_embeddings"
+        found[length] = read.whole(length, _Reader(found).whole(length, positions))
+    return found
+
+
+def _layer_types(read: _Reader, layers: int) -> tuple[str, ...]:
+    """What Qwen's two ways of saying "sliding window" come to."""
+    given = read.values.get("layer_types")
+    if isinstance(given, list):
+        if len(given) != layers or not set(given) <= set(_LAYER_TYPES):
+            raise ValueError(f"layer_types must name one of {_LAYER_TYPES} for each layer")
+        return tuple(given)
+    full = layers
+    if read.get("use_sliding_window", False) and read.get("sliding_window", 4096):
+        full = min(layers, int(read.get("max_window_layers", 28)))
+    return ("full_attention",) * full + ("sliding_attention",) * (layers - full)
+
+
+def _dtype(read: _Reader) -> str | None:
+    named = read.get("dtype", read.values.get("torch_dtype"))
+    return None if named is None else str(named).removeprefix("torch.")

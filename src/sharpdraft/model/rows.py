@@ -1,0 +1,354 @@
+"""New rows of a pass: the positions they are rotated to, the slots their Keys are kept in, and what
+they see of the Keys there.
+
+A row's position is its place in the text; its slot is where a cache keeps its Key. Both are the
+same until a cache is compacted. Visibility and counts go by slots (see `method.visible`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import SharpDraftError
+from ..method.scale import Policy, Scale, as_gain, policy_at, scale_queries
+from ..method.visible import View
+from . import kernels
+from .attention import additive, attend
+from .cache import KVCache
+from .rotary import Rotary, rotate
+
+Norms = tuple[Tensor, Tensor, float]
+"""Weights of a layer's Query and Key norms [head_dim], and their epsilon."""
+
+Probe = Callable[[Tensor, Tensor, Tensor | None], None]
+"""Shown the Query, Keys and mask of a single request."""
+
+
+class Rows(ABC):
+    """New rows of a pass. cos, sin: tables of their positions, float32 [rows, head_dim]."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def place(self) -> kernels.Place | None:
+        """Where they stand, for compiled kernels; None where there are none for them."""
+        return None
+
+    def gains(self, scales: Sequence[Scale | None], views: Sequence[View]) -> list[Tensor | None]:
+        """The gain of every row in every layer, float32 [rows], from the Keys that it sees there;
+        None where nothing is scaled. Layers whose policies and view are equal share one tensor.
+
+        scales: one for each request, or none at all. views: one for each layer.
+        """
+        if all(scale is None for scale in scales):
+            return [None] * len(views)
+        made: dict[tuple[View, tuple[Policy | None, ...]], Tensor | None] = {}
+        found = []
+        own = zip(*(_policies(scale, len(views)) for scale in scales), strict=True)
+        for key in zip(views, own, strict=True):
+            if key not in made:
+                view, policies = key
+                scaled = any(policy is not None for policy in policies)
+                made[key] = self._gain(policies, view) if scaled else None
+            found.append(made[key])
+        return found
+
+    @abstractmethod
+    def _gain(self, policies: Sequence[Policy | None], view: View) -> Tensor:
+        """The gain of every row of a layer, float32 [rows]; policies: one for each request."""
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate x [..., rows, head_dim] to the rows' positions."""
+        return rotate(x, self.cos, self.sin)
+
+    @abstractmethod
+    def write(self, layer: int | slice, keys: Tensor, values: Tensor) -> None:
+        """Keep rotated Keys and Values in the rows' slots.
+
+        keys, values: [batch, kv_heads, rows, head_dim] for one layer; for a slice of layers, of a
+        batch of one, [layers, kv_heads, rows, head_dim].
+        """
+
+    def attention(
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: int,
+        kv_heads: int,
+        view: View,
+        *,
+        norms: Norms | None = None,
+        gain: Tensor | None = None,
+        probe: Probe | None = None,
+    ) -> Tensor:
+        """Everything between the projections: norm Queries and Keys, scale the Queries, rotate
+        both, write Keys and Values into the caches, and attend.
+
+        qkv [batch, rows, (heads + 2 * kv_heads) * head_dim], which may be overwritten; gain [rows],
+        as `gains` makes it. Returns [batch, rows, heads * head_dim].
+        """
+        place = self.place if probe is None else None
+        if place is not None and (norms is None or kernels.takes(*norms[:2])):
+            return kernels.attend(place, layer, qkv.float(), heads, kv_heads, view, norms, gain)
+        batch, rows = qkv.shape[:2]
+        each = qkv.view(batch, rows, heads + 2 * kv_heads, -1).transpose(1, 2)
+        query, keys, values = each.split((heads, kv_heads, kv_heads), dim=1)
+        if norms is not None:
+            size, eps = (query.shape[-1],), norms[2]
+            query = F.rms_norm(query, size, norms[0], eps)
+            keys = F.rms_norm(keys, size, norms[1], eps)
+        if gain is not None:
+            query = scale_queries(query, gain[None, None])
+        self.write(layer, self.rotate(keys), values)
+        return self._attend(layer, self.rotate(query), view, probe)
+
+    @abstractmethod
+    def _attend(self, layer: int, query: Tensor, view: View, probe: Probe | None) -> Tensor:
+        """Attend with rotated Queries [batch, heads, rows, head_dim] to the Keys in the caches, of
+        which the rows' own are the last: [batch, rows, heads * head_dim]."""
+
+
+class RaggedRows(Rows):
+    """Rows of one or several requests as one flat pass, [1, rows] in all, and attention that keeps
+    them apart. (One request may also be a batch of rows in the same slots.)"""
+
+    def __init__(
+        self,
+        caches: Sequence[KVCache],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        rotary: Rotary,
+        positions: Sequence[int] | None = None,
+    ) -> None:
+        """starts: slot of each request's first row. counts: rows of each. positions: position of
+        each request's first row, by default its slot.
+
+        Raises SharpDraftError for a request without rows, and where a cache has no room for them or
+        the model no position.
+        """
+        if min(counts) < 1:
+            raise SharpDraftError("a pass needs a row of every request")
+        self.caches, self.starts, self.counts = list(caches), list(starts), list(counts)
+        self.positions = self.starts if positions is None else list(positions)
+        known = len(rotary.cos)
+        for cache, start, at, count in zip(
+            caches, self.starts, self.positions, self.counts, strict=True
+        ):
+            for first, room in ((start, cache.capacity), (at, known)):
+                if first + count > room:
+                    raise SharpDraftError(
+                        f"context full: {first} + {count} tokens do not fit into {room}"
+                    )
+        spans = zip(self.positions, self.counts, strict=True)
+        if len(self.counts) == 1:
+            ((at, count),) = spans
+            span: slice | Tensor = slice(at, at + count)
+        else:
+            span = torch.cat([torch.arange(at, at + count) for at, count in spans])
+            span = span.to(rotary.cos.device)
+        self.cos, self.sin = rotary.cos[span], rotary.sin[span]
+        self._masks: dict[View, list[Tensor | None]] = {}
+        self._requests = kernels.requests(self.caches, self.starts, self.counts)
+
+    @cached_property
+    def place(self) -> kernels.Place | None:
+        if self._requests is None:
+            return None
+        turns, (layers, batch, heads, _, dim) = (self.cos, self.sin), self.caches[0].keys.shape
+        if batch > 1:
+            turns = (self.cos.repeat(batch, 1), self.sin.repeat(batch, 1))
+        return kernels.Place(self._requests, turns, (layers, heads, dim))
+
+    def write(self, layer: int | slice, keys: Tensor, values: Tensor) -> None:
+        split = keys.split(self.counts, -2), values.split(self.counts, -2)
+        for cache, start, own_keys, own_values in zip(
+            self.caches, self.starts, *split, strict=True
+        ):
+            slots = slice(start, start + own_keys.shape[-2])
+            for memory, own in ((cache.keys, own_keys), (cache.values, own_values)):
+                _of(memory, layer)[..., slots, :] = own
+
+    def _gain(self, policies: Sequence[Policy | None], view: View) -> Tensor:
+        device = self.cos.device
+        counted = zip(policies, self.starts, self.counts, strict=True)
+        gains = [_gain(policy, view, start, count, device) for policy, start, count in counted]
+        return gains[0] if len(gains) == 1 else torch.cat(gains)
+
+    def _masks_of(self, view: View) -> list[Tensor | None]:
+        """Additive masks of each request."""
+        if view not in self._masks:
+            keys = self.caches[0].keys
+            spans = zip(self.starts, self.counts, strict=True)
+            masks = [view.mask(start, count, keys.device) for start, count in spans]
+            self._masks[view] = [None if m is None else additive(m, keys.dtype) for m in masks]
+        return self._masks[view]
+
+    def _attend(self, layer: int, query: Tensor, view: View, probe: Probe | None) -> Tensor:
+        mixed = []
+        parts = (self.caches, self.starts, self._masks_of(view), query.split(self.counts, 2))
+        for cache, start, mask, own in zip(*parts, strict=True):
+            end = start + own.shape[2]
+            keys, values = cache.keys[layer][:, :, :end], cache.values[layer][:, :, :end]
+            if probe is not None:
+                probe(own, keys, mask)
+            free = 0 if view.window is not None else start
+            mixed.append(attend(own.to(keys.dtype), keys, values, mask, free))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)
+
+
+class StaticRows(Rows):
+    """A fixed number of rows of one request in slots, which are their positions, that only the
+    device knows, over a fixed number of Keys of which a mask hides those behind: the same
+    operations on the same memory at every length, as a CUDA graph needs them.
+
+    at: the rows' slots, int64 [rows].
+    """
+
+    def __init__(self, cache: KVCache, start: Tensor, rows: int, keys: int, rotary: Rotary) -> None:
+        """start: slot of the first row, int64 [1]; keys: how many to attend over, at least up to
+        the last row."""
+        self.cache, self.start, self.rows = cache, start, rows
+        self.keys = min(keys, cache.capacity)
+        self.at = start + torch.arange(rows, device=start.device)
+        self.cos, self.sin = rotary.cos[self.at], rotary.sin[self.at]
+        self._hidden: dict[View, Tensor] = {}
+
+    def write(self, layer: int | slice, keys: Tensor, values: Tensor) -> None:
+        for memory, own in ((self.cache.keys, keys), (self.cache.values, values)):
+            _of(memory, layer).index_copy_(2, self.at, own.to(memory.dtype))
+
+    def _gain(self, policies: Sequence[Policy | None], view: View) -> Tensor:
+        (policy,) = policies
+        assert policy is not None
+        return as_gain(policy.gain(view.count(self.start, self.rows)))
+
+    def _hidden_of(self, view: View) -> Tensor:
+        if view not in self._hidden:
+            self._hidden[view] = ~view.sees(self.at, self.keys)
+        return self._hidden[view]
+
+    def _attend(self, layer: int, query: Tensor, view: View, probe: Probe | None) -> Tensor:
+        all_keys = self.cache.keys[layer][0, :, : self.keys]
+        all_values = self.cache.values[layer][0, :, : self.keys]
+        heads, rows, dim = query.shape[1:]
+        kv_heads = len(all_keys)
+        group = heads // kv_heads
+        query = query[0].reshape(kv_heads, group * rows, dim).to(all_keys.dtype)
+        scores = _float_product(query, all_keys.transpose(1, 2)) / math.sqrt(dim)
+        hidden = self._hidden_of(view).repeat(group, 1)
+        shares = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(all_values.dtype)
+        # Few heads would leave most of a GPU idle: the Keys are mixed in chunks, which are then
+        # added up.
+        chunk = _CHUNK if self.keys % _CHUNK == 0 else self.keys
+        chunks = shares.unflatten(-1, (-1, chunk)).transpose(1, 2)
+        mixed = (chunks @ all_values.unflatten(1, (-1, chunk))).float().sum(1)
+        return mixed.view(heads, rows, dim).transpose(0, 1).reshape(1, rows, -1).to(query.dtype)
+
+
+class Ragged:
+    """Places rows behind what the caches hold."""
+
+    static: ClassVar[bool] = False
+
+    def rows(
+        self, caches: Sequence[KVCache], counts: Sequence[int], rotary: Rotary, offset: int = 0
+    ) -> RaggedRows:
+        """So many rows of each request, `offset` slots behind its cache's length."""
+        return RaggedRows(caches, [cache.length + offset for cache in caches], counts, rotary)
+
+
+@dataclass(frozen=True)
+class Static:
+    """Places rows of one request where only the device knows. start: int64 [1]. keys: as in
+    `StaticRows`."""
+
+    static: ClassVar[bool] = True
+
+    start: Tensor
+    keys: int
+
+    def rows(
+        self, caches: Sequence[KVCache], counts: Sequence[int], rotary: Rotary, offset: int = 0
+    ) -> StaticRows:
+        """So many rows of the one request, `offset` slots behind `start`."""
+        (cache,), (count,) = caches, counts
+        return StaticRows(cache, self.start + offset, count, self.keys, rotary)
+
+
+Placement = Ragged | Static
+
+
+def chain_gains(
+    scales: Sequence[Scale | None],
+    starts: Sequence[int],
+    count: int,
+    view: View,
+    device: torch.device,
+) -> Tensor | None:
+    """What `RaggedRows.gains` says of the first layer along chains of `count` rows, one at a time,
+    from each request's start on: float32 [requests, count], or None."""
+    policies = [policy_at(scale, 0) for scale in scales]
+    if all(policy is None for policy in policies):
+        return None
+    # A row that is alone sees nothing behind itself.
+    view = replace(view, causal=True)
+    chains = [
+        _gain(policy, view, start, count, device)
+        for policy, start in zip(policies, starts, strict=True)
+    ]
+    return chains[0][None] if len(chains) == 1 else torch.stack(chains)
+
+
+@lru_cache(maxsize=64)
+def _policies(scale: Scale | None, layers: int) -> tuple[Policy | None, ...]:
+    """The policy of every layer."""
+    return tuple(policy_at(scale, layer) for layer in range(layers))
+
+
+def _gain(
+    policy: Policy | None, view: View, start: int, count: int, device: torch.device
+) -> Tensor:
+    """The gain of `count` rows of one request from slot `start` on."""
+    if policy is None:
+        return torch.zeros(count, device=device)
+    if view.window is not None:
+        return as_gain(policy.gain(view.count(start, count))).to(device)
+    # A drafter's pass is short: a gain is looked up in less time than it takes to count and compute
+    # it.
+    end = start + count
+    table = _gain_table(policy, device, 1 << end.bit_length())
+    return table[start + 1 : end + 1] if view.causal else table[end : end + 1].expand(count)
+
+
+@lru_cache(maxsize=64)
+def _gain_table(policy: Policy, device: torch.device, size: int) -> Tensor:
+    """The gain at 0 to `size` - 1 visible Keys."""
+    return as_gain(policy.gain(torch.arange(size))).to(device)
+
+
+# Keys that one thread block of a GPU mixes.
+_CHUNK = 256
+
+
+def _of(memory: Tensor, layer: int | slice) -> Tensor:
+    """One layer of a cache's Keys or Values [batch, kv_heads, capacity, head_dim], or several of a
+    batch of one [layers, kv_heads, capacity, head_dim]."""
+    return memory[layer, 0] if isinstance(layer, slice) else memory[layer]
+
+
+def _float_product(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product in float32 of operands in any dtype, without copies of them where the device
+    can."""
+    if a.device.type == "cuda" and a.dtype != torch.float32:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()

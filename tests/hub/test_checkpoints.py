@@ -1,0 +1,56 @@
+"""Where checkpoints come from."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+from sharpdraft.errors import SharpDraftError
+from sharpdraft.hub import models
+from sharpdraft.hub.models import checkpoint_dir, load_target
+from support.hub import edit_config, load_error
+
+
+def test_offline_hub_id_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    start = time.monotonic()
+    message = load_error("nobody/no-such-model")
+    assert "hub cannot be reached" in message and "give the path" in message
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(GatedRepoError, "accept its terms"), (RepositoryNotFoundError, "check the spelling")],
+)
+def test_hub_refusals(monkeypatch: pytest.MonkeyPatch, kind: type[Exception], said: str) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise kind.__new__(kind)
+
+    monkeypatch.setattr(models, "snapshot_download", refuse)
+    with pytest.raises(SharpDraftError, match=said) as caught:
+        checkpoint_dir("some/model")
+    assert isinstance(caught.value.__cause__, kind)
+
+
+def test_hub_weights_are_not_fetched_for_an_unknown_architecture(
+    monkeypatch: pytest.MonkeyPatch, llama: Path
+) -> None:
+    asked = []
+
+    def download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
+        asked.append(allow_patterns)
+        return str(llama)
+
+    monkeypatch.setattr(models, "snapshot_download", download)
+    load_target("some/model", device="cpu")
+    assert asked[0] == ["config.json"] and "*.safetensors" in asked[1]
+    edit_config(llama, model_type="gpt2")
+    asked.clear()
+    load_error("some/model")
+    assert asked == [["config.json"]]

@@ -1,0 +1,76 @@
+"""Drafters that share tensors with their target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sharpdraft.errors import SharpDraftError
+from sharpdraft.hub import models
+from sharpdraft.hub.models import SMOLLM2
+from support.disk import full_disk
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.Tensor:
+    """A cache with a target of 50 tokens in it; returns its embedding."""
+    monkeypatch.setenv("SHARPDRAFT_CACHE", str(tmp_path / "cache"))
+    embedding = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    (tmp_path / "cache" / SMOLLM2).mkdir(parents=True)
+    save_file(
+        {"model.embed_tokens.weight": embedding}, tmp_path / "cache" / SMOLLM2 / "model.safetensors"
+    )
+    return embedding
+
+
+def test_a_drafter_gets_back_what_it_shares_with_its_target(
+    own_cache: torch.Tensor, tmp_path: Path
+) -> None:
+    kept = torch.tensor([1, 4, 9, 30])
+    stored = {
+        "eagle": {"d2t": kept - torch.arange(4), "fc.weight": torch.ones(2, 2)},
+        "pard": {"model.norm.weight": torch.ones(3)},
+    }
+    for name, tensors in stored.items():
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text("{}")
+        made = models._completed(tmp_path / name)
+        found = load_file(made / "model.safetensors")
+        shared = own_cache.bfloat16()
+        extra = (
+            {"lm_head.weight": shared[kept]}
+            if name == "eagle"
+            else {"model.embed_tokens.weight": shared}
+        )
+        assert found.keys() == {*tensors, *extra}
+        assert all(torch.equal(found[key], tensor) for key, tensor in (tensors | extra).items())
+        assert (made / "config.json").exists()
+        # It is made once, and anew for other weights.
+        times = made.stat().st_mtime_ns, (made / "model.safetensors").stat().st_mtime_ns
+        assert models._completed(tmp_path / name) == made
+        assert (made.stat().st_mtime_ns, (made / "model.safetensors").stat().st_mtime_ns) == times
+    save_file({"model.norm.weight": torch.zeros(3)}, tmp_path / "pard" / "model.safetensors")
+    assert models._completed(tmp_path / "pard") != made
+    assert not list((tmp_path / "cache").glob(".*")), "nothing half done is left"
+
+
+def test_a_drafter_that_cannot_be_completed(own_cache: torch.Tensor, tmp_path: Path) -> None:
+    (tmp_path / "pard").mkdir()
+    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "pard" / "model.safetensors")
+    with (
+        full_disk(200),
+        pytest.raises(SharpDraftError, match=r"could not be completed in .*SHARPDRAFT_CACHE"),
+    ):
+        models._completed(tmp_path / "pard")
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [SMOLLM2]
+
+
+def test_drafters_by_name(tmp_path: Path) -> None:
+    assert models.drafter_dir("some/target", None) is None
+    with pytest.raises(SharpDraftError, match="no eagle3 drafter comes with some/target"):
+        models.drafter_dir("some/target", "eagle3")
+    assert models.drafter_dir("some/target", str(tmp_path)) == tmp_path
