@@ -24,7 +24,7 @@ from sharpdraft.decode.session import Session
 from sharpdraft.drafters.dflash import DFlash
 from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter, smollm2_dir
 from sharpdraft.hub.targets import load_target
-from sharpdraft.lab.runs import machine
+from sharpdraft.lab.machine import machine
 from sharpdraft.workloads.tasks import recordings
 
 

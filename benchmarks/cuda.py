@@ -5,11 +5,11 @@ scaling cost?
 
 Needs PyTorch and transformers and nothing from a network: target and drafters have random weights,
 and prefer a few tokens, so that some drafts are right. In float32 the tokens of every drafter,
-scaled or not, by graphs and without, one request and eight at once, must be those of the target
-alone; a graph's rounds must be the loop's. In bfloat16 it then times rounds with and without
-graphs, scaled and not, and counts how often a round waits for the device. Ends early, with what it
-has, when the seconds are over. Exit code 1 if anything was wrong. --small and a machine without
-CUDA: the same checks on small models, to try the script.
+scaled, windowed or as released, by graphs and without, one request and many at once, must be those
+of the target alone; a graph's rounds must be the loop's. In bfloat16 it then times rounds with and
+without graphs and settings, and counts how often a round waits for the device. Ends early, with
+what it has, when the seconds are over. Exit code 1 if anything was wrong. --small and a machine
+without CUDA: the same checks on small models, to try the script.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sharpdraft import Batch, FixedSlope, Session
-from sharpdraft.decode.graphs import FixedRounds
-from sharpdraft.decode.session import round_together
+from sharpdraft import Batch, DraftSettings, Session
+from sharpdraft.decode.graphs import StaticRounds
+from sharpdraft.decode.step import step
 from sharpdraft.drafters.dflash import DFlash
 from sharpdraft.drafters.eagle3 import Eagle3
 from sharpdraft.drafters.pard import Pard
-from sharpdraft.lab.runs import machine
+from sharpdraft.lab.machine import machine
 from sharpdraft.model.causal_lm import CausalLM
 
-POLICIES = {"frozen": None, "sharpdraft": FixedSlope(64)}
+SETTINGS = {
+    name: DraftSettings.parse(name)
+    for name in ("frozen", "sharpdraft@64", "window@256+sinks@4+sharpdraft@64")
+}
 REPORT: dict[str, Any] = {"checks": [], "times": []}
 
 
@@ -131,7 +134,7 @@ def models(
         "eagle3": Eagle3(
             {**shape, "num_hidden_layers": 1, **eagle_config}, weights(**eagle), target
         ),
-        "pard": Pard(CausalLM.of(pard.to(device, dtype)), 3, target, 5),
+        "pard": Pard(CausalLM.of(pard.to(device, dtype)), 3, target, 4),
     }
 
 
@@ -141,13 +144,10 @@ def write(
     """Tokens behind a prompt and the accepted drafts of each round."""
     session.rewind(0)
     session.prefill(prompt)
-    rounds, end, accepted = FixedRounds(session), len(prompt) + new, []
+    rounds, end, accepted = StaticRounds(session), len(prompt) + new, []
     while (left := end - len(session.tokens)) > 0:
-        done = (
-            rounds.round(())
-            if graphs and rounds.fits(left)
-            else round_together([session], [left], [()])[0]
-        )
+        by_graphs = graphs and rounds.fits(left)
+        done = rounds.round(()) if by_graphs else step([session], [left], [()])[0]
         accepted.append(done.accepted)
     return session.tokens[len(prompt) :], accepted
 
@@ -163,13 +163,13 @@ def check(device: torch.device, small: bool, over: float) -> None:
     by_graphs = [write(Session(target), prompt, 96, True)[0] for prompt in prompts]
     note("checks", check="target alone, graphs", right=alone == by_graphs)
     for name, drafter in drafters.items():
-        for kind, policy in POLICIES.items():
+        for kind, settings in SETTINGS.items():
             if time.monotonic() > over:
                 return note("checks", check="out of time", right=True)
-            session = Session(target, drafter, policy)
+            session = Session(target, drafter, settings)
             loop = [write(session, prompt, 96, False) for prompt in prompts]
             graph = [write(session, prompt, 96, True) for prompt in prompts]
-            batch = Batch(target, drafter, policy)
+            batch = Batch(target, drafter, settings)
             requests = [batch.add(prompt, 96) for prompt in prompts * 2]
             while batch.step():
                 pass
@@ -191,12 +191,12 @@ def check(device: torch.device, small: bool, over: float) -> None:
     return None
 
 
-def waits(session: Session, graphs: FixedRounds | None) -> int:
+def waits(session: Session, graphs: StaticRounds | None) -> int:
     """How often a round waits for the device."""
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        graphs.round(()) if graphs else round_together([session], [99], [()])
+        graphs.round(()) if graphs else step([session], [99], [()])
     torch.cuda.set_sync_debug_mode("default")
     return len(caught)
 
@@ -210,28 +210,28 @@ def times(device: torch.device, small: bool, over: float) -> None:
     for context in (500, 4000, 12_000) if not small else (200, 400):
         prompt = torch.randint(0, target.vocab_size, (context,), generator=rng).tolist()
         for name, drafter in {"target alone": None, **drafters}.items():
-            ways: dict[str, tuple[Session, FixedRounds | None]] = {}
+            ways: dict[str, tuple[Session, StaticRounds | None]] = {}
             for graphs in (False, True):
-                for kind, policy in POLICIES.items() if drafter else [("", None)]:
-                    session = Session(target, drafter, policy)
+                for kind, settings in SETTINGS.items() if drafter else [("", DraftSettings())]:
+                    session = Session(target, drafter, settings)
                     session.prefill(prompt)
                     ways[f"{kind} {'graphs' if graphs else 'loop'}".strip()] = (
                         session,
-                        FixedRounds(session) if graphs else None,
+                        StaticRounds(session) if graphs else None,
                     )
             seconds: dict[str, list[tuple[float, float, int]]] = {way: [] for way in ways}
             for number in range(25):
                 if time.monotonic() > over:
                     return
-                for way, (session, fixed) in ways.items():
-                    done = fixed.round(()) if fixed else round_together([session], [99], [()])[0]
+                for way, (session, static) in ways.items():
+                    done = static.round(()) if static else step([session], [99], [()])[0]
                     if number > 4:
                         seconds[way].append(
                             (done.draft_seconds, done.verify_seconds, len(done.tokens))
                         )
             for way, rows in seconds.items():
                 draft, verify = (1e3 * statistics.median(row[i] for row in rows) for i in (0, 1))
-                session, fixed = ways[way]
+                session, static = ways[way]
                 note(
                     "times",
                     context=context,
@@ -239,7 +239,7 @@ def times(device: torch.device, small: bool, over: float) -> None:
                     way=way,
                     draft_ms=round(draft, 3),
                     verify_ms=round(verify, 3),
-                    waits=waits(session, fixed) if device.type == "cuda" else None,
+                    waits=waits(session, static) if device.type == "cuda" else None,
                 )
             del ways
 

@@ -1,8 +1,8 @@
 """Is every drafter lossless, scaled or not, at every context length, in a batch? Many tokens,
 compared with AR's.
 
-    python benchmarks/lossless.py [--drafters dflash,eagle3,pard] [--places 14] [--tokens 160]
-    [--rows FILE.jsonl]
+    python benchmarks/lossless.py [--drafters dflash,eagle3,pard] [--arms frozen,sharpdraft@512]
+                                  [--places 14] [--tokens 160] [--rows FILE.jsonl]
 
 At --places context lengths of each recorded session the next tokens are written by the target alone
 and then by every drafter, as released and scaled; all sessions share each pass. A difference is
@@ -20,13 +20,13 @@ from typing import Any
 
 from rich.progress import track
 
-from sharpdraft import FixedSlope
-from sharpdraft.decode.session import Session, round_together
-from sharpdraft.drafters import load_drafter
+from sharpdraft.decode.session import Arm, Session
+from sharpdraft.decode.step import step
+from sharpdraft.drafters.registry import load_drafter, recommended
 from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter
 from sharpdraft.hub.targets import load_target
-from sharpdraft.lab.runs import Arm, arms_of, machine
-from sharpdraft.lab.several import Several
+from sharpdraft.lab.arms import AR, arms_of
+from sharpdraft.lab.machine import machine
 from sharpdraft.workloads.tasks import recordings
 
 
@@ -35,25 +35,21 @@ def main() -> None:
     parser.add_argument("--drafters", default="dflash,eagle3,pard")
     parser.add_argument("--places", type=int, default=14)
     parser.add_argument("--tokens", type=int, default=160)
-    parser.add_argument("--reference", type=int, default=512)
+    parser.add_argument("--arms", default="frozen,sharpdraft@512")
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--rows", type=Path)
     options = parser.parse_args()
     target, _ = load_target(SMOLLM2, device="cpu")
-    drafters = {}
+    drafters, arms = {}, [AR]
     for name in options.drafters.split(","):
         directory = built_in_drafter(SMOLLM2, name)
         assert directory is not None, f"there is no built-in {name} drafter"
         drafters[name] = load_drafter(directory, target)
-    # With one drafter, too, its arms carry its name.
-    several = Several(drafters)
-    policies = dict.fromkeys(drafters, FixedSlope(options.reference))
-    arms = [Arm("ar", drafting=False)]
-    for name, policy in policies.items():
-        both = arms_of(("frozen", "sharpdraft"), {name: policy})
-        arms += [Arm(f"{name}:{each.name}", True, each.policy, drafter=name) for each in both]
+        # With one drafter, too, its arms carry its name.
+        own = arms_of(options.arms.split(","), {name: recommended(directory)[0]})
+        arms += [Arm(f"{name}:{arm.name}", name, arm.settings) for arm in own]
     texts = recordings()[: options.sessions]
-    sessions = [Session(target, several) for _ in texts]
+    sessions = [Session(target, drafters) for _ in texts]
     last = min(len(text.tokens) for text in texts)
     lengths = [
         300 + round(i * (last - 300) / max(options.places - 1, 1)) for i in range(options.places)
@@ -69,9 +65,8 @@ def main() -> None:
         [each for each in lengths if each not in known_places], description="places"
     ):
         prefixes = [list(text.tokens[:length]) for text in texts]
-        several.chosen = None
         for session, prefix in zip(sessions, prefixes, strict=True):
-            session.drafting = True
+            session.read_along()
             session.read(prefix[len(session.tokens) :])
         row: dict[str, Any] = {
             "context": length,
@@ -84,13 +79,12 @@ def main() -> None:
         for arm in arms:
             for session in sessions:
                 session.rewind(length)
-                arm.set(session, several)
+                session.use(arm)
             ends = length + options.tokens
             accepted: list[int] = []
             while running := [s for s in sessions if len(s.tokens) < ends]:
-                rounds = round_together(
-                    running, [ends - len(s.tokens) for s in running], [()] * len(running)
-                )
+                left = [ends - len(s.tokens) for s in running]
+                rounds = step(running, left, [()] * len(running))
                 accepted += [done.accepted for done in rounds if done.drafted]
             answers = [session.tokens[length:] for session in sessions]
             row["tokens"][arm.name] = sum(map(len, answers))
@@ -104,7 +98,6 @@ def main() -> None:
                     row["differences"].append(
                         {"arm": arm.name, "session": text.name, "token": at, "gap": gap}
                     )
-        several.chosen = None
         for session in sessions:
             session.rewind(length)
         rows.append(row)

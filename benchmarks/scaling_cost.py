@@ -18,16 +18,18 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sharpdraft import FixedSlope
 from sharpdraft.decode.session import Session
-from sharpdraft.drafters import load_drafter
+from sharpdraft.decode.step import RAGGED
 from sharpdraft.drafters.base import likeliest
+from sharpdraft.drafters.registry import load_drafter
 from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter
 from sharpdraft.hub.targets import load_target
-from sharpdraft.lab.runs import machine
-from sharpdraft.method.scale import Policy
+from sharpdraft.lab.machine import machine
+from sharpdraft.method.settings import DraftSettings
 from sharpdraft.workloads.tasks import recordings
 
 
@@ -47,21 +49,21 @@ def main() -> None:
         for length in map(int, options.contexts.split(",")):
             session.rewind(0)
             session.read(tokens[:length])
-            drafter, cache, count = session.drafter, session.drafts, session.size - 1
-            assert drafter is not None
-            seconds: dict[str, list[float]] = {"plain": [], "scaled": [], "plain again": []}
-            policies: dict[str, Policy | None] = {
-                "plain": None,
-                "scaled": FixedSlope(512),
-                "plain again": None,
+            count, anchor = session.num_drafts, torch.tensor(tokens[length : length + 1])
+            draft = partial(session.in_use.propose, RAGGED, [session.drafts], anchor, count)
+            plain, scaled = DraftSettings(), DraftSettings(FixedSlope(512))
+            passes = {
+                kind: partial(draft, [settings], [likeliest])
+                for kind, settings in (("plain", plain), ("scaled", scaled), ("plain again", plain))
             }
+            seconds: dict[str, list[float]] = {kind: [] for kind in passes}
             for _ in range(options.passes):
-                for kind, policy in policies.items():
+                for kind, run in passes.items():
                     # A PARD drafter reads its context anew under another policy: that is not part
                     # of a pass.
-                    drafter.propose([cache], [tokens[length]], count, [policy], [likeliest])
+                    run()
                     began = time.perf_counter()
-                    drafter.propose([cache], [tokens[length]], count, [policy], [likeliest])
+                    run()
                     seconds[kind].append(time.perf_counter() - began)
             ratios = {
                 kind: [b / a for a, b in zip(seconds["plain"], seconds[kind], strict=True)]
@@ -77,14 +79,7 @@ def main() -> None:
             row["fastest"] = [
                 round(fastest[kind] / fastest["plain"], 4) for kind in ("scaled", "plain again")
             ]
-            row["peak_bytes"] = {
-                kind: peak(
-                    partial(
-                        drafter.propose, [cache], [tokens[length]], count, [policy], [likeliest]
-                    )
-                )
-                for kind, policy in policies.items()
-            }
+            row["peak_bytes"] = {kind: peak(run) for kind, run in passes.items()}
             print(json.dumps(row), flush=True)
 
 

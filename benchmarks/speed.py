@@ -1,18 +1,20 @@
 """Decoding speed against transformers, the DFlash authors' package and vLLM: everything takes
 turns.
 
-    pip install --no-deps dflash==0.1.0        # for `dflash_generate` python benchmarks/speed.py
-    [--places 512x1,512x4,512x16,2048x1,2048x4,4096x1,7000x1] [--tokens 48] [--rounds 3] [--drafters
-    eagle3,dflash,pard] [--block N] [--vllm .venv-vllm/bin/python] [--memory] [--out FILE.json]
+    pip install --no-deps dflash==0.1.0        # for `dflash_generate`
+    python benchmarks/speed.py [--places 512x1,512x4,512x16,2048x1,2048x4,4096x1,7000x1]
+        [--tokens 48] [--rounds 3] [--drafters eagle3,dflash,pard] [--drafts N]
+        [--vllm .venv-vllm/bin/python] [--memory] [--out FILE.json]
 
 A place is a context length and a batch. Each system reads the same prefixes and then writes the
 same number of tokens, greedily; prefill is not counted. What is printed for every system is the
 ratio of its tokens per second to ours without a drafter (AR), quartiles over the rounds, how often
 it wrote the tokens that AR wrote, and for ours the milliseconds of a draft and of a verify pass.
-Drafters are those built in, each by its recommended policy and with blocks of N tokens or those it
-recommends, the DFlash one's the same in every system; transformers' assistant is the language model
-of the PARD one. --vllm: the Python of an environment with vLLM, which then joins in alone and with
-the DFlash drafter. --memory: also what a fresh process that decodes this way needs at its peak.
+Drafters are those built in, each as released and with its recommended settings, drafting N tokens
+or as many as it recommends, the DFlash one as many in every system; transformers' assistant is the
+language model of the PARD one. --vllm: the Python of an environment with vLLM, which then joins in
+alone and with the DFlash drafter. --memory: also what a fresh process that decodes this way needs
+at its peak.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,14 +37,17 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM
 from transformers.generation.stopping_criteria import StoppingCriteria
 
-from sharpdraft.decode.session import Session, round_together
-from sharpdraft.drafters import load_drafter
+from sharpdraft.decode.session import Arm, Session
+from sharpdraft.decode.step import step
+from sharpdraft.drafters.base import Drafter
+from sharpdraft.drafters.registry import load_drafter, recommended
 from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter, smollm2_dir
 from sharpdraft.hub.targets import load_target
-from sharpdraft.lab.backends.vllm import Engine
-from sharpdraft.lab.runs import Arm, catch_up, machine
-from sharpdraft.lab.several import Several
-from sharpdraft.method.settings import FROZEN, recommended
+from sharpdraft.lab.arms import AR, arms_of
+from sharpdraft.lab.backends.vllm import Engine, drafts_of
+from sharpdraft.lab.machine import machine
+from sharpdraft.lab.measure import bring_to
+from sharpdraft.model.causal_lm import CausalLM
 from sharpdraft.workloads.tasks import Recording, recordings
 
 Prefixes = Sequence[list[int]]
@@ -84,12 +89,11 @@ def by_transformers(model: Any, prefixes: Prefixes, new: int, **options: Any) ->
     )
 
 
-def by_dflash(model: Any, peer: Any, block: int, prefixes: Prefixes, new: int) -> Measured:
+def by_dflash(model: Any, peer: Any, drafts: int, prefixes: Prefixes, new: int) -> Measured:
     from dflash.model import dflash_generate
 
-    done = dflash_generate(
-        peer, model, torch.tensor(list(prefixes)), new, None, block_size=block, return_stats=True
-    )
+    ids, block = torch.tensor(list(prefixes)), drafts + 1
+    done = dflash_generate(peer, model, ids, new, None, block_size=block, return_stats=True)
     return Measured(
         [done.output_ids[0, len(prefixes[0]) :].tolist()], 1 / done.time_per_output_token
     )
@@ -100,24 +104,15 @@ def by_vllm(engine: Engine, prefixes: Prefixes, new: int) -> Measured:
     return Measured(done["tokens"], done["decoded"] / done["seconds"])
 
 
-def by_us(
-    sessions: Sequence[Session],
-    several: Several,
-    arm: Arm,
-    block: int | None,
-    prefixes: Prefixes,
-    new: int,
-) -> Measured:
-    # All drafters read all prefixes, before any is chosen for any request: what one had not read,
-    # it would read later.
-    several.chosen = None
+def by_us(sessions: Sequence[Session], arm: Arm, prefixes: Prefixes, new: int) -> Measured:
+    # All drafters read all prefixes, before any is used for any request: what one had not read, it
+    # would read later.
     for session, prefix in zip(sessions, prefixes, strict=True):
-        session.drafting = True
-        catch_up(session, prefix)
+        session.read_along()
+        bring_to(session, prefix)
     for session in sessions:
-        arm.set(session, several, block)
-        if arm.drafting:
-            several.catch_up([session.drafts], [arm.policy])
+        session.use(arm)
+        session.catch_up()
     # The round that reads the prefix's last token also writes the first new one.
     ends = [len(prefix) + new for prefix in prefixes]
     draft, verify = [], []
@@ -127,16 +122,12 @@ def by_us(
         for s, end in zip(sessions, ends, strict=True)
         if len(s.tokens) < end
     ]:
-        done = round_together(
-            [s for s, _ in running], [left for _, left in running], [()] * len(running)
-        )
+        done = step([s for s, _ in running], [left for _, left in running], [()] * len(running))
         draft.append(1e3 * max(each.draft_seconds for each in done))
         verify.append(1e3 * done[0].verify_seconds)
     seconds = time.perf_counter() - began
     written = [s.tokens[len(prefix) :] for s, prefix in zip(sessions, prefixes, strict=True)]
     for session in sessions:
-        session.drafting = True
-        several.chosen = None
         session.rewind(min(len(p) for p in prefixes))
     return Measured(written, len(prefixes) * new / seconds, draft, verify)
 
@@ -161,7 +152,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--drafters", default="eagle3,dflash,pard")
-    parser.add_argument("--block", type=int)
+    parser.add_argument("--drafts", type=int)
     parser.add_argument("--vllm", type=Path)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--only", help=argparse.SUPPRESS)
@@ -182,28 +173,28 @@ def main() -> None:
     drafters = {
         name: load_drafter(folder, target) for name, folder in folders.items() if folder is not None
     }
-    several = Several(drafters)
-    arms = {"ar": Arm("ar", drafting=False)}
+    arms = {"ar": AR}
     for name, folder in folders.items():
         assert folder is not None, f"there is no built-in {name} drafter"
-        arms[f"{name}, frozen"] = Arm(name, True, None, drafter=name)
-        arms[f"{name}, sharpdraft"] = Arm(name, True, recommended(folder)[0], drafter=name)
+        own = {name: recommended(folder)[0]}
+        both = arms_of(("frozen", "sharpdraft"), own, options.drafts)
+        arms |= {f"{name}, {arm.name}": arm for arm in both}
     if options.only:
-        return alone(options.only, arms, target, several, texts, places[0], new)
+        return alone(arms[options.only], target, drafters, texts, places[0], new)
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir(), dtype=torch.float32)
-    assistant = peer = dflash_folder = None
-    block = 0
+    assistant = peer = None
     if (folder := built_in_drafter(SMOLLM2, "pard")) is not None:
         assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if (dflash_folder := built_in_drafter(SMOLLM2, "dflash")) is not None:
-        block = options.block or load_drafter(dflash_folder, target).block_size
-        try:
-            import dflash.model
+    dflash_folder = built_in_drafter(SMOLLM2, "dflash")
+    assert dflash_folder is not None
+    (frozen,) = arms_of(("frozen",), {"dflash": recommended(dflash_folder)[0]}, options.drafts)
+    try:
+        import dflash.model
 
-            dflash.model._cuda_time = time.perf_counter
-            peer = dflash.model.DFlashDraftModel.from_pretrained(dflash_folder, dtype=torch.float32)
-        except ImportError:
-            print("dflash is not installed: `dflash_generate` does not take part", file=sys.stderr)
+        dflash.model._cuda_time = time.perf_counter
+        peer = dflash.model.DFlashDraftModel.from_pretrained(dflash_folder, dtype=torch.float32)
+    except ImportError:
+        print("dflash is not installed: `dflash_generate` does not take part", file=sys.stderr)
     engines: dict[str, Engine] = {}
     if options.vllm:
         settings = {
@@ -212,28 +203,21 @@ def main() -> None:
             "enable_prefix_caching": True,
             "max_model_len": 8192,
         }
-        for name, asked in {"vllm": None, "vllm, dflash": FROZEN}.items():
-            engines[name] = Engine(
-                smollm2_dir(),
-                None if asked is None else dflash_folder,
-                block - 1,
-                asked,
-                settings,
-                Path(f"speed-{name.replace(', ', '-')}.log"),
-                str(options.vllm),
-            )
+        for name, arm in {"vllm": AR, "vllm, dflash": frozen}.items():
+            log = Path(f"speed-{name.replace(', ', '-')}.log")
+            python = str(options.vllm)
+            engines[name] = Engine.of(arm, smollm2_dir(), dflash_folder, settings, log, python)
     report: dict[str, Any] = {
         "machine": machine(),
         "transformers": transformers.__version__,
         "tokens": new,
         "rows": [],
     }
-    report["block"] = options.block
+    report["drafts"] = options.drafts
     for context, batch in track(places, description="places"):
-        sessions = [Session(target, several, capacity=context + new + 1) for _ in range(batch)]
+        sessions = [Session(target, drafters, capacity=context + new + 1) for _ in range(batch)]
         systems: dict[str, Callable[[Prefixes], Measured]] = {
-            name: partial(by_us, sessions, several, arm, options.block, new=new)
-            for name, arm in arms.items()
+            name: partial(by_us, sessions, arm, new=new) for name, arm in arms.items()
         }
         systems["transformers"] = partial(by_transformers, model, new=new)
         if batch == 1 and assistant is not None:
@@ -241,7 +225,8 @@ def main() -> None:
                 by_transformers, model, new=new, assistant_model=assistant
             )
         if batch == 1 and peer is not None:
-            systems["dflash_generate"] = partial(by_dflash, model, peer, block, new=new)
+            drafts = drafts_of(frozen, dflash_folder)
+            systems["dflash_generate"] = partial(by_dflash, model, peer, drafts, new=new)
         systems |= {name: partial(by_vllm, engine, new=new) for name, engine in engines.items()}
         found: dict[str, list[tuple[float, bool, Measured]]] = {name: [] for name in systems}
         names = list(systems)
@@ -310,27 +295,18 @@ def peak_of_this_process() -> int:
 
 
 def alone(
-    name: str,
-    arms: dict[str, Arm],
-    target: Any,
-    several: Several,
-    texts: Any,
+    arm: Arm,
+    target: CausalLM,
+    drafters: Mapping[str, Drafter[Any]],
+    texts: Sequence[Recording],
     place: tuple[int, ...],
     new: int,
 ) -> None:
     """Decode once and print the peak of this process."""
     context, batch = place
-    prefixes = prefixes_of(texts, context, batch)
-    drafter = several if arms[name].drafting else None
-    sessions = [Session(target, drafter, capacity=context + new + 1) for _ in range(batch)]
-    if drafter is not None:
-        by_us(sessions, several, arms[name], None, prefixes, new)
-    else:
-        for session, prefix in zip(sessions, prefixes, strict=True):
-            session.read(prefix[:-1])
-            session.tokens.append(prefix[-1])
-        for _ in range(new):
-            round_together(sessions, [new] * batch, [()] * batch)
+    used = {name: each for name, each in drafters.items() if name == arm.drafter}
+    sessions = [Session(target, used, capacity=context + new + 1) for _ in range(batch)]
+    by_us(sessions, arm, prefixes_of(texts, context, batch), new)
     print(peak_of_this_process())
 
 

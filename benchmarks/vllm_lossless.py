@@ -1,7 +1,7 @@
 """Does vLLM with the plugin write the built-in target's tokens, and accept what our loop accepts?
 To 7K of context.
 
-    python benchmarks/vllm_lossless.py [--drafter dflash] [--drafts 5] [--frozen | --reference N0]
+    python benchmarks/vllm_lossless.py [--drafter dflash] [--arm sharpdraft] [--drafts N]
                                        [--batch 8] [--tokens 48] [--ranks 1]
 
 Run where vLLM is installed. One engine without speculation, then one with the plugin, answer the
@@ -23,12 +23,11 @@ from typing import Any
 import torch
 
 from sharpdraft.decode.session import Session
-from sharpdraft.drafters import load_drafter
+from sharpdraft.drafters.registry import load_drafter, recommended
 from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter, smollm2_dir
 from sharpdraft.hub.targets import load_target
-from sharpdraft.lab.backends.vllm import Engine
-from sharpdraft.method.scale import policy_to_settings
-from sharpdraft.method.settings import FROZEN, recommended
+from sharpdraft.lab.arms import AR, arms_of
+from sharpdraft.lab.backends.vllm import Engine, drafts_of
 from sharpdraft.workloads.tasks import recordings
 
 
@@ -37,17 +36,14 @@ def main() -> None:
     parser.add_argument("--drafter", default="dflash")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--drafts", type=int, default=5)
+    parser.add_argument("--arm", default="sharpdraft")
+    parser.add_argument("--drafts", type=int, help="instead of the drafter's own number")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--frozen", action="store_true")
-    parser.add_argument("--reference", type=int, help="N0, instead of the drafter's own")
     options = parser.parse_args()
     drafter = built_in_drafter(SMOLLM2, options.drafter)
     assert drafter is not None
-    policy = None if options.frozen else recommended(drafter)[0]
-    if policy is not None and options.reference:
-        policy = policy.with_reference(options.reference)
-    asked: Any = FROZEN if policy is None else policy_to_settings(policy)
+    (arm,) = arms_of([options.arm], {"": recommended(drafter)[0]}, options.drafts)
+    drafts = drafts_of(arm, drafter)
     texts, count = recordings(), options.batch
     lengths = [300 + round(i * 6600 / max(count - 1, 1)) for i in range(count)]
     prompts = [list(texts[i % len(texts)].tokens[:length]) for i, length in enumerate(lengths)]
@@ -58,31 +54,22 @@ def main() -> None:
     }
     answers = []
     with tempfile.TemporaryDirectory() as scratch:
-        for ranks, used, wanted in ((1, None, None), (options.ranks, drafter, asked)):
+        for ranks, used in ((1, AR), (options.ranks, arm)):
             extra: dict[str, Any] = {}
             if ranks > 1:
                 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
                 extra = {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
             log = Path(scratch) / f"{ranks}.log"
-            with closing(
-                Engine(
-                    smollm2_dir(), used, options.drafts, wanted, {**engine_options, **extra}, log
-                )
-            ) as engine:
+            settings = {**engine_options, **extra}
+            with closing(Engine.of(used, smollm2_dir(), drafter, settings, log)) as engine:
                 answers.append(engine.answer(prompts, options.tokens))
-            scaled = [
-                line
-                for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
-                if "scal" in line
-            ]
-            if wanted is not None:
-                print(
-                    f"{len([line for line in scaled if 'sharpdraft' in line])} lines of the log "
-                    "say what is scaled"
-                )
+            if used is arm:
+                lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+                said = sum("sharpdraft" in line and "scal" in line for line in lines)
+                print(f"{said} lines of the log say what is scaled")
     plain, drafted = answers
     target, _ = load_target(SMOLLM2, device="cpu")
-    session = Session(target, load_drafter(drafter, target), policy, block=options.drafts + 1)
+    session = Session(target, load_drafter(drafter, target), arm.settings)
     same = equal = total = 0
     for prompt, one, other, rounds in zip(
         prompts, plain["tokens"], drafted["tokens"], drafted["rounds"], strict=True
@@ -107,7 +94,7 @@ def main() -> None:
             if r.drafted
         ]
         # vLLM drafts whole blocks to the end, our loop no more than is left to write.
-        pairs = [(a, tuple(b)) for a, b in zip(own, rounds, strict=False) if a[1] == options.drafts]
+        pairs = [(a, tuple(b)) for a, b in zip(own, rounds, strict=False) if a[1] == drafts]
         equal += sum(a == b for a, b in pairs)
         total += len(pairs)
     rounds = [r for each in drafted["rounds"] for r in each]
@@ -115,7 +102,7 @@ def main() -> None:
         json.dumps(
             {
                 "drafter": options.drafter,
-                "arm": "frozen" if policy is None else f"N0 = {policy.reference}",
+                "arm": arm.settings.text(),
                 "batch": count,
                 "ranks": options.ranks,
                 "contexts": lengths,

@@ -17,9 +17,9 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
+from sharpdraft.drafters.registry import num_drafts, recommended
 from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter, smollm2_dir
-from sharpdraft.method.scale import policy_to_settings
-from sharpdraft.method.settings import recommended
+from sharpdraft.lab.backends.vllm import speculative_config
 from sharpdraft.workloads.tasks import recordings
 
 
@@ -36,8 +36,8 @@ def main() -> None:
         max_num_seqs=8,
         enable_prefix_caching=True,
         distributed_executor_backend="uni",
-        speculative_config={"method": "dflash", "model": str(drafter), "num_speculative_tokens": 5},
-        additional_config={"sharpdraft": policy_to_settings(recommended(drafter)[0])},
+        speculative_config=speculative_config(drafter, num_drafts(drafter)),
+        additional_config={"sharpdraft": recommended(drafter)[0].to_dict()},
     )
     worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     proposer = worker.model_runner.drafter

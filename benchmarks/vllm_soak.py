@@ -17,10 +17,15 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from pathlib import Path
 
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from sharpdraft.drafters.registry import num_drafts
 from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter, smollm2_dir
+from sharpdraft.lab.backends.vllm import speculative_config
 from sharpdraft.workloads.tasks import recordings
 
 PORT = 8765
@@ -31,11 +36,9 @@ CLIENTS, LONGEST, NEW = 8, 1600, 48
 def main() -> None:
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 10
     asked = sys.argv[2] if len(sys.argv) > 2 else "true"
-    speculative = {
-        "method": "dflash",
-        "model": str(built_in_drafter(SMOLLM2)),
-        "num_speculative_tokens": 5,
-    }
+    drafter = built_in_drafter(SMOLLM2)
+    assert drafter is not None
+    speculative = speculative_config(drafter, num_drafts(drafter))
     line = [
         sys.executable,
         "-m",
@@ -71,9 +74,9 @@ def soak(server: subprocess.Popen[bytes], minutes: float) -> bool:
         if server.poll() is not None:
             sys.exit("the server ended; see vllm-soak.log")
         try:
-            urllib.request.urlopen(f"{URL}/health", timeout=2)
+            httpx.get(f"{URL}/health", timeout=2).raise_for_status()
             break
-        except OSError:
+        except httpx.HTTPError:
             time.sleep(2)
     prompts = [
         r.tokens[: t.answer]
@@ -122,50 +125,34 @@ def complete(prompt: tuple[int, ...], abort_after: int | None) -> None:
         "temperature": 0,
         "stream": True,
     }
-    request = urllib.request.Request(
-        f"{URL}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=300) as response:
-        for number, line in enumerate(response):
-            if b'"error"' in line:
-                raise RuntimeError(line.decode())
+    with httpx.stream("POST", f"{URL}/v1/completions", json=body, timeout=300) as response:
+        for number, line in enumerate(response.iter_lines()):
+            if response.is_error or '"error"' in line:
+                raise RuntimeError(line)
             if abort_after is not None and number >= abort_after:
                 return
 
 
 def memory(pid: int) -> float:
     """Resident MiB of a process and all below it."""
-    parents, sizes = {}, {}
-    for status in Path("/proc").glob("[0-9]*/status"):
+    above = psutil.Process(pid)
+    resident = 0
+    for process in (above, *above.children(recursive=True)):
         try:
-            fields = dict(
-                line.split(":", 1) for line in status.read_text().splitlines() if ":" in line
-            )
-        except OSError:
+            resident += process.memory_info().rss
+        except psutil.NoSuchProcess:
             continue
-        child = int(status.parent.name)
-        parents[child] = int(fields["PPid"])
-        sizes[child] = int(fields.get("VmRSS", "0 kB").split()[0]) / 1024
-
-    def below(child: int) -> bool:
-        while child:
-            if child == pid:
-                return True
-            child = parents.get(child, 0)
-        return False
-
-    return sum(size for child, size in sizes.items() if below(child))
+    return resident / 2**20
 
 
 def mal_by_context() -> str:
-    text = urllib.request.urlopen(f"{URL}/metrics", timeout=10).read().decode()
     counts: dict[str, dict[str, float]] = {}
-    for line in text.splitlines():
-        if line.startswith("vllm:spec_decode_num_") and "_by_context_total{" in line:
-            kind = line.split("num_")[1].split("_by_context")[0]
-            counts.setdefault(line.split('context="')[1].split('"')[0], {})[kind] = float(
-                line.rsplit(" ", 1)[1]
-            )
+    for family in text_string_to_metric_families(httpx.get(f"{URL}/metrics").text):
+        for sample in family.samples:
+            kind = sample.name.removeprefix("vllm:spec_decode_num_")
+            if kind != sample.name and kind.endswith("_by_context_total"):
+                own = counts.setdefault(sample.labels["context"], {})
+                own[kind.removesuffix("_by_context_total")] = sample.value
     return ", ".join(
         f"{context} {1 + c['accepted_tokens'] / c['drafts']:.2f} ({c['drafts']:.0f} drafts)"
         for context, c in counts.items()

@@ -17,10 +17,10 @@ import time
 
 import torch
 
-from sharpdraft.decode.session import Session, round_together
+from sharpdraft.decode.session import Session
 from sharpdraft.hub.smollm2 import SMOLLM2
 from sharpdraft.hub.targets import load_target
-from sharpdraft.lab.runs import machine
+from sharpdraft.lab.machine import machine
 from sharpdraft.workloads.tasks import recordings
 
 
@@ -44,11 +44,10 @@ def main() -> None:
             written, seconds = {}, {}
             for rounded, session in sorted(both.items(), reverse=bool(number % 2)):
                 session.rewind(0)
-                session.read(prefix[:-1])
-                session.tokens.append(prefix[-1])
+                session.extend(prefix)
                 began = time.perf_counter()
                 for _ in range(options.tokens):
-                    round_together([session], [options.tokens], [()])
+                    session.round(options.tokens)
                 seconds[rounded] = time.perf_counter() - began
                 written[rounded] = session.tokens[context:]
             ratios.append(seconds[False] / seconds[True])
@@ -61,7 +60,6 @@ def main() -> None:
             other = both[True]
             other.rewind(context)
             ids = torch.tensor([[prefix[-1], *written[False][:-1]]])
-            other.cache.length = context - 1
             chosen = other.target.forward(ids, other.cache)[0][0].argmax(-1).tolist()
             agreed += sum(a == b for a, b in zip(chosen, written[False], strict=True))
             forced += len(chosen)

@@ -6,33 +6,35 @@ written out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
-from sharpdraft.adapters.attach import ATTACH, attach
-from sharpdraft.adapters.vllm.request import settings_in
-from sharpdraft.decode.session import Session
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.lab.arms import arms_of
 from sharpdraft.method import registry
-from sharpdraft.method.settings import DraftSettings, Window
+from sharpdraft.method.settings import Window
 from sharpdraft.model.causal_lm import CausalLM
 from sharpdraft.model.kernels import build
-from support.contract import EXAMPLES, PLACES, VIEWS, Both, Case, Example, Place
+from support.contract import EXAMPLES, PLACES, VIEWS, Both, Case, Place
 from support.tiny import Tiny
 
 KINDS = ["none", *(kind.name for kind in registry.kinds("scale"))]
 Runner = Callable[[Place, Case], list[Both]]
 
 
+@pytest.fixture(scope="module")
+def targets(llama: Tiny) -> dict[bool, CausalLM]:
+    """A target by whether it is laid out for kernels."""
+    found = {True: CausalLM.of(llama.model)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "library", lambda lanes: None)
+        found[False] = CausalLM.of(llama.model)
+    return found
+
+
 @pytest.fixture
-def run(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> Runner:
+def run(targets: dict[bool, CausalLM], monkeypatch: pytest.MonkeyPatch) -> Runner:
     """Runs a case in a host, with kernels or without."""
 
     def call(place: Place, case: Case) -> list[Both]:
@@ -40,7 +42,7 @@ def run(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> Runner:
             monkeypatch.setattr(build, "library", lambda lanes: None)
         elif place.compiled and build.library(8) is None:
             pytest.skip("no C++ compiler here")
-        return place.run(CausalLM.of(llama.model), case)
+        return place.run(targets[bool(place.compiled)], case)
 
     return call
 
@@ -79,3 +81,52 @@ def test_a_key_too_many_in_the_window_is_noticed(place: str, run: Runner) -> Non
             continue
         others = run(PLACES[place], Case(EXAMPLES["constant"], other))
         assert not agree([(made, by) for (made, _), (_, by) in zip(right, others, strict=True)])
+
+
+# A policy of one's own
+
+
+@dataclass(frozen=True)
+class Steep:
+    """Scales by so much more with every Key."""
+
+    rate: float
+
+    def gain(self, keys: Tensor) -> Tensor:
+        return self.rate * keys.float()
+
+
+@pytest.fixture
+def steep() -> Iterator[Example]:
+    """Registered here alone, and asked for by its name."""
+    registry.register("scale", "test_steep", "steep")(Steep)
+    asked = DraftSettings.parse("steep@0.05").scale
+    yield Example(lambda layers: asked, lambda keys, layer: 0.05 * keys)
+    registry.forget("test_steep")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_policy_of_ones_own_in_every_host(place: str, steep: Example, run: Runner) -> None:
+    for view in (None, Window(7)):
+        assert agree(run(PLACES[place], Case(steep, view)))
+        assert not agree(run(PLACES[place], Case(steep, view, off=1)))
+
+
+def test_a_policy_of_ones_own_by_its_name(
+    steep: Example,
+    llama: Tiny,
+    saved: Checkpoints,
+    run_command: Run,
+) -> None:
+    """Where people ask: an arm of the lab, its command line, a settings file, a vLLM config."""
+    (arm,) = arms_of(["steep@0.05+window@30"], {"": DraftSettings()})
+    session = Session(llama.target, make_drafter(llama.target))
+    session.use(arm)
+    list(session.generate(llama.text[:PROMPT], 40))
+    assert session.tokens == llama.text[: PROMPT + 40]
+    for asked in ("steep@0.05", {"kind": "test_steep", "rate": 0.05}):
+        settings = settings_in(config(asked))
+        assert settings is not None and settings.scale == Steep(0.05)
+    written = json.loads(json.dumps(settings.to_dict()))
+    with attach(nn.ModuleList([PlainAttention()]), DraftSettings.from_dict(written)) as attached:
+        assert attached.settings.scale == Steep(0.05)

@@ -21,21 +21,19 @@ import torch
 
 from sharpdraft.lab.backends.vllm import Engine
 from sharpdraft.method.policies import FixedSlope
-from sharpdraft.method.scale import Policy
+from sharpdraft.method.settings import DraftSettings, Window
 from support.vllm_engine import (
     DRAFTS,
     NEW,
     OPTIONS,
+    RELEASED,
     STEEP,
-    VOCAB,
-    Models,
     Start,
     asked,
     different_rounds,
-    eagle3,
     ours,
-    pard,
 )
+from support.vllm_models import VOCAB, Models, eagle3, pard
 
 pytestmark = [
     pytest.mark.engine,
@@ -47,21 +45,29 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "policy", [None, STEEP, FixedSlope(64, top_k=8)], ids=["frozen", "steep", "sharpdraft"]
+    "settings",
+    [
+        RELEASED,
+        STEEP,
+        DraftSettings(FixedSlope(64, top_k=8)),
+        DraftSettings(view=Window(48)),
+        DraftSettings(STEEP.scale, Window(48)),
+    ],
+    ids=["frozen", "steep", "sharpdraft", "window", "window and steep"],
 )
 def test_tokens_are_the_targets_and_rounds_are_our_loops(
     start: Start,
     ar: dict[str, Any],
     models: Models,
     prompts: list[list[int]],
-    policy: Policy | None,
+    settings: DraftSettings,
 ) -> None:
-    with start(asked(policy)) as engine:
+    with start(asked(settings)) as engine:
         alone = [engine.answer([prompt], NEW) for prompt in prompts]
         together = engine.answer(prompts, NEW)
     assert [a["tokens"][0] for a in alone] == ar["tokens"]
     assert together["tokens"] == ar["tokens"]
-    own = ours(models, prompts, policy)
+    own = ours(models, prompts, settings)
     assert different_rounds([a["rounds"][0] for a in alone], own) == 0
     assert different_rounds(together["rounds"], own) == 0
     assert sum(r[2] for rounds in own for r in rounds) > 20, (
@@ -74,29 +80,29 @@ def test_a_count_that_is_off_by_one_is_noticed(
 ) -> None:
     """What the test above would say of a plugin that counts one Key too many, just above N0, where
     that is much."""
-    policy = FixedSlope(20, slope=2.0, top_k=19, max_scale=500.0)
+    settings = DraftSettings(FixedSlope(20, slope=2.0, top_k=19, max_scale=500.0))
     rng = torch.Generator().manual_seed(2)
     short = [torch.randint(0, VOCAB, (n,), generator=rng).tolist() for n in range(5, 20, 2)]
-    with start(asked(policy)) as engine:
+    with start(asked(settings)) as engine:
         right = engine.answer(short, NEW)
     (tmp_path / "sitecustomize.py").write_text(
-        "from sharpdraft.adapters.imports import when_imported\n"
+        "from sharpdraft.adapters.hooks import when_imported\n"
         "def plant(module):\n"
         "    right = module.ragged_keys\n"
         "    module.ragged_keys = lambda *a, **k: right(*a, **k) + 1\n"
-        "when_imported('sharpdraft.adapters.vllm.register', plant)\n"
+        "when_imported('sharpdraft.adapters.vllm.layers', plant)\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    with start(asked(policy)) as engine:
+    with start(asked(settings)) as engine:
         wrong = engine.answer(short, NEW)
     assert wrong["tokens"] == right["tokens"], "wrong counts cost acceptance, never tokens"
-    own = ours(models, short, policy)
+    own = ours(models, short, settings)
     assert different_rounds(right["rounds"], own) == 0 < different_rounds(wrong["rounds"], own)
 
 
 def test_below_the_reference_it_is_stock_vllm(start: Start, prompts: list[list[int]]) -> None:
     rounds = []
-    for each in (None, asked(FixedSlope(10**6)), asked(STEEP)):
+    for each in (None, asked(DraftSettings(FixedSlope(10**6))), asked(STEEP)):
         with start(each) as engine:
             rounds.append(engine.answer(prompts, NEW)["rounds"])
     stock, idle, acting = rounds
@@ -133,7 +139,7 @@ def test_acceptance_survives_what_a_server_does(
 
 PROBE = """
 import json
-from sharpdraft.adapters.imports import when_imported
+from sharpdraft.adapters.hooks import when_imported
 
 counted = []
 
@@ -159,16 +165,20 @@ def positions(module):
         self.model.register_forward_hook(after)
     module.SpecDecodeBaseProposer.load_model = probed
 
-when_imported("sharpdraft.adapters.vllm.register", counts)
+when_imported("sharpdraft.adapters.vllm.layers", counts)
 when_imported("vllm.v1.spec_decode.llm_base_proposer", positions)
 """
 
 
-@pytest.mark.parametrize("policy", [None, STEEP], ids=["frozen", "steep"])
+@pytest.mark.parametrize(
+    "settings",
+    [RELEASED, STEEP, DraftSettings(STEEP.scale, Window(48))],
+    ids=["frozen", "steep", "window and steep"],
+)
 @pytest.mark.parametrize("kind", ["eagle 3", "eagle 3.1", "pard"])
 def test_other_families_have_our_loops_rounds(
     kind: str,
-    policy: Policy | None,
+    settings: DraftSettings,
     ar: dict[str, Any],
     models: Models,
     prompts: list[list[int]],
@@ -180,11 +190,11 @@ def test_other_families_have_our_loops_rounds(
         changes = {"fc_norm": True, "norm_output": True} if kind == "eagle 3.1" else {}
         drafter = eagle3(models, tmp_path / "drafter", **changes)
     with closing(
-        Engine(models.target, drafter, DRAFTS, asked(policy), OPTIONS, tmp_path / "log")
+        Engine(models.target, drafter, DRAFTS, asked(settings), OPTIONS, tmp_path / "log")
     ) as engine:
         answer = engine.answer(prompts, NEW)
     assert answer["tokens"] == ar["tokens"]
-    own = ours(models, prompts, policy, drafter)
+    own = ours(models, prompts, settings, drafter)
     assert different_rounds(answer["rounds"], own) == 0
     assert sum(r[2] for rounds in own for r in rounds) > 20
 
@@ -250,6 +260,9 @@ def test_wrong_settings_end_it_before_a_weight_is_read(models: Models, tmp_path:
     for wrong, message in (
         ({"reference": 3, "top_k": 5}, "above top_k"),
         (True, "no sharpdraft.json"),
+        ("sinks@4+window@508", "leave sinks out"),
+        ("slopes@64:slopes=3/5/7", "for 3 layers, and the drafter has 2"),
+        ("drafts@4", f"length .drafts@4.*drafts {DRAFTS} tokens"),
     ):
         with pytest.raises(SharpDraftError, match=message):
             Engine(models.target, models.drafter, DRAFTS, wrong, OPTIONS, tmp_path / "log")

@@ -19,15 +19,14 @@ import pytest
 from support.vllm_engine import (
     DRAFTS,
     NEW,
-    POSITIONS,
     STEEP,
-    Models,
     _edges,
     asked,
     by_context,
     complete,
     ours,
 )
+from support.vllm_models import POSITIONS, Models
 
 pytestmark = [
     pytest.mark.engine,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import random
 import subprocess
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from support.vllm_engine import Models
+    from support.vllm_models import Models
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -80,7 +79,7 @@ def test_a_window_and_scaling_in_vllm_itself(models: Models, tmp_path: Path) -> 
     assert acting["tokens"] == frozen["tokens"]
     assert acting["proposals"] != frozen["proposals"]
     for answer in (frozen, acting):
-        assert answer["rows"] > 500 and answer["worst"] < 1e-4
+        assert answer["rows"] > 500 and answer["worst"] < 1e-3
     assert frozen["hidden"] == 0 and max(frozen["counts"]) > max(LENGTHS)
     # A block is no row's window: rows in its front see those behind them as well.
     assert acting["hidden"] > 300 and max(acting["counts"]) == WINDOW + 5
@@ -90,11 +89,10 @@ def test_a_window_and_scaling_in_vllm_itself(models: Models, tmp_path: Path) -> 
 
 
 def test_causal_rows_have_a_window_too(models: Models, tmp_path: Path) -> None:
-    from support.vllm_engine import eagle3
+    from support.vllm_models import eagle3
 
     drafter = eagle3(models, tmp_path / "eagle3")
     speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3}
     answer = watched(models, speculative, ASKED, tmp_path / "log", window=WINDOW, **POLICY)
-    assert answer["rows"] > 500 and answer["worst"] < 1e-4
+    assert answer["rows"] > 500 and answer["worst"] < 1e-3
     assert answer["hidden"] > 300 and max(answer["counts"]) == WINDOW
-    assert math.isfinite(answer["worst"])

@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from sharpdraft.cli.options import ARM_WORDS, BUILT_IN
+from sharpdraft.hub.smollm2 import SMOLLM2
+from sharpdraft.method.settings import known_words
 from support.command import Run
 
 COMMANDS = [
@@ -48,6 +51,12 @@ def test_usage_comes_at_once(line: str) -> None:
     assert not heavy & set(imported)
     if line == "--help":
         assert all(command in done.stdout for command in COMMANDS if " " not in command)
+
+
+def test_what_help_says_without_importing_it_is_so() -> None:
+    known = {word.partition("@")[0] for word in known_words()}
+    assert {word.partition("@")[0] for word in ARM_WORDS} == known | {"ar"}
+    assert BUILT_IN == SMOLLM2
 
 
 @pytest.mark.parametrize(

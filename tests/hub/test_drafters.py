@@ -1,7 +1,8 @@
-"""Drafters that share tensors with their target."""
+"""The drafters that come with the built-in target, and those that share tensors with it."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.hub import models
-from sharpdraft.hub.models import SMOLLM2
+from sharpdraft.hub.checkpoints import drafter_dir
+from sharpdraft.hub.smollm2 import DRAFTER_FAMILIES, SMOLLM2, completed, recording
+from sharpdraft.method.settings import FILE, DraftSettings, read_settings
 from support.disk import full_disk
 
 
@@ -38,7 +40,7 @@ def test_a_drafter_gets_back_what_it_shares_with_its_target(
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors")
         (tmp_path / name / "config.json").write_text("{}")
-        made = models._completed(tmp_path / name)
+        made = completed(tmp_path / name)
         found = load_file(made / "model.safetensors")
         shared = own_cache.bfloat16()
         extra = (
@@ -51,10 +53,10 @@ def test_a_drafter_gets_back_what_it_shares_with_its_target(
         assert (made / "config.json").exists()
         # It is made once, and anew for other weights.
         times = made.stat().st_mtime_ns, (made / "model.safetensors").stat().st_mtime_ns
-        assert models._completed(tmp_path / name) == made
+        assert completed(tmp_path / name) == made
         assert (made.stat().st_mtime_ns, (made / "model.safetensors").stat().st_mtime_ns) == times
     save_file({"model.norm.weight": torch.zeros(3)}, tmp_path / "pard" / "model.safetensors")
-    assert models._completed(tmp_path / "pard") != made
+    assert completed(tmp_path / "pard") != made
     assert not list((tmp_path / "cache").glob(".*")), "nothing half done is left"
 
 
@@ -65,12 +67,37 @@ def test_a_drafter_that_cannot_be_completed(own_cache: torch.Tensor, tmp_path: P
         full_disk(200),
         pytest.raises(SharpDraftError, match=r"could not be completed in .*SHARPDRAFT_CACHE"),
     ):
-        models._completed(tmp_path / "pard")
+        completed(tmp_path / "pard")
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [SMOLLM2]
 
 
 def test_drafters_by_name(tmp_path: Path) -> None:
-    assert models.drafter_dir("some/target", None) is None
+    assert drafter_dir("some/target", None) is None
     with pytest.raises(SharpDraftError, match="no eagle3 drafter comes with some/target"):
-        models.drafter_dir("some/target", "eagle3")
-    assert models.drafter_dir("some/target", str(tmp_path)) == tmp_path
+        drafter_dir("some/target", "eagle3")
+    assert drafter_dir("some/target", str(tmp_path)) == tmp_path
+
+
+def test_drafters_that_come_with_the_target() -> None:
+    import sharpdraft_smollm2
+
+    texts = {"pard": "sharpdraft@8192+drafts@3"}
+    for family in DRAFTER_FAMILIES:
+        directory = sharpdraft_smollm2.path("drafters", f"{family}-smollm2-135m")
+        settings = read_settings(directory / FILE)
+        assert settings == DraftSettings.parse(texts.get(family, "sharpdraft@512"))
+        assert {"config.json", "model.safetensors", "README.md"} <= {
+            path.name for path in directory.iterdir()
+        }
+    assert drafter_dir(SMOLLM2, None) == sharpdraft_smollm2.path("drafters", "dflash-smollm2-135m")
+    assert recording().is_file()
+
+
+def test_without_the_package_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sharpdraft_smollm2", None)
+    for asked in (recording, *(lambda f=f: drafter_dir(SMOLLM2, f) for f in (None, "pard"))):
+        with pytest.raises(SharpDraftError) as caught:
+            asked()
+        assert 'pip install "sharpdraft[smollm2]"' in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert drafter_dir("some/target", None) is None

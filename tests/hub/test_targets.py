@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import AutoTokenizer, GPT2Config
 
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.hub.models import load_target
+from sharpdraft.hub.targets import load_target, load_tokenizer
 from support.hub import edit_config, edit_weights, load_error, make_model, save
 
 
@@ -184,3 +186,51 @@ def test_broken_tokenizer(llama: Path) -> None:
 def test_path_that_is_no_directory(llama: Path) -> None:
     assert "does not exist" in load_error(llama / "nowhere")
     assert "is a file" in load_error(llama / "config.json")
+
+
+@pytest.mark.parametrize("named", ["TokenizersBackend", "PreTrainedTokenizerFast", None])
+def test_the_tokenizer_is_that_of_transformers(
+    named: str | None, checkpoint: tuple[Any, Path], tmp_path: Path
+) -> None:
+    _, directory = checkpoint
+    path = directory / "tokenizer_config.json"
+    before = json.loads(path.read_text())
+    template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    changes = {"tokenizer_class": named, "bos_token": "a", "chat_template": template}
+    path.write_text(json.dumps(before | changes))
+    found = load_tokenizer(str(directory))[1]
+    expected = AutoTokenizer.from_pretrained(directory)
+    path.write_text(json.dumps(before))
+    assert type(found) is type(expected)
+    assert found.get_vocab() == expected.get_vocab()
+    assert found.special_tokens_map == expected.special_tokens_map
+    chat = [{"role": "user", "content": "xyz"}]
+    ids = found.apply_chat_template(chat, return_dict=False)
+    assert ids == expected.apply_chat_template(chat, return_dict=False)
+    assert ids == [64, 87, 88, 89, 95]
+
+
+def test_what_an_engine_needs_of_a_target(checkpoint: tuple[Any, Path]) -> None:
+    _, directory = checkpoint
+    where, tokenizer, limit, ends = load_tokenizer(str(directory))
+    assert (where, tokenizer("a b").input_ids, limit, ends) == (directory, [64, 94, 65], 64, (2,))
+
+
+def test_a_broken_generation_config(llama: Path) -> None:
+    (llama / "generation_config.json").write_text("[]")
+    assert "cannot be read as a generation configuration" in load_error(llama)
+
+
+def test_no_modelling_code_is_imported(llama: Path) -> None:
+    """It takes longer than all the rest of loading a small model."""
+    code = (
+        "import sys\nfrom sharpdraft import load_target\nload_target(sys.argv[1], device='cpu')\n"
+        "print([name for name in sys.modules if '.modeling' in name or '.auto.' in name])"
+    )
+    command = [sys.executable, "-c", code, str(llama)]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"[]\n"
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import sys, sharpdraft\nassert 'torch' not in sys.modules and sharpdraft.__all__"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sharpdraft.decode.session import Arm
@@ -49,8 +51,11 @@ def test_arms_of_several_drafters() -> None:
 
 
 def test_drafts_of_arms_that_do_not_say_how_many() -> None:
-    found = arms_of(("ar", "frozen", "frozen+drafts@2"), {"": BASE}, drafts=4)
-    assert [arm.settings.drafts for arm in found] == [None, 4, 2]
+    own = replace(BASE, length=FixedLength(3))
+    names = ("ar", "frozen", "frozen+drafts@2", "sharpdraft")
+    drafts = [arm.settings.drafts for arm in arms_of(names, {"": own}, drafts=4)]
+    assert drafts == [None, 4, 2, 4]
+    assert [arm.settings.drafts for arm in arms_of(names, {"": own})] == [None, None, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ def lab(family: str, static: bool, target: CausalLM, case: Case) -> list[Both]:
         texts.append(torch.randint(0, VOCAB, (length + 1,), generator=rng).tolist())
         read.append([torch.randn(1, length, 32, generator=rng) for _ in drafter.taps])
         caches.append(drafter.new_cache(64))
+        caches[-1].blank()
         append(drafter, caches[-1], texts[-1][:-1], read[-1])
     if static:
         drafter.catch_up(caches, [settings])

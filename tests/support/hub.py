@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sharpdraft.hub.models import load_target
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 from sharpdraft.errors import SharpDraftError
+from sharpdraft.hub.targets import load_target
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -1,6 +1,5 @@
-"""Attention, its scaling and its views written out Key by Key in double precision, and drafters that
-are made of it with nothing cached. Nothing here asks the package what a row sees or how it is
-scaled."""
+"""Attention, its scaling and its views written out Key by Key in double precision, and drafters
+made of it with nothing cached. It asks the package neither what a row sees nor how it is scaled."""
 
 from __future__ import annotations
 
@@ -45,15 +44,14 @@ class Rule:
     ) -> Tensor:
         """query [heads, rows, dim] of rows in `slots`; keys, values [kv_heads, keys, dim] ->
         [heads, rows, dim]. scale: of the scores, before the policy's."""
-        group = len(query) // len(keys)
-        out = torch.empty_like(query)
+        heads = query.unflatten(0, (len(keys), -1))
+        out = torch.empty_like(heads)
         for row, own in enumerate(slots):
             seen = self.seen(own, keys.shape[1])
             factor = scale * (1 + self.gain(len(seen) + self.off, self.layer))
-            for head in range(len(query)):
-                scores = factor * (keys[head // group, seen] @ query[head, row])
-                out[head, row] = scores.softmax(0) @ values[head // group, seen]
-        return out
+            scores = factor * (heads[:, :, row] @ keys[:, seen].mT)
+            out[:, :, row] = scores.softmax(-1) @ values[:, seen]
+        return out.flatten(0, 1)
 
 
 class Plain:
@@ -145,10 +143,13 @@ def eagle3_logits(
     while len(found) < n:
         normed = plain.norm(states, "midlayer.hidden_norm")
         row = torch.cat((plain.norm(embedding[behind], "midlayer.input_layernorm"), normed), -1)
-        x = plain.layer(0, "midlayer", states, range(len(states)), row)
-        found.append(plain.norm(x, "norm")[-1] @ plain.w["lm_head.weight"].T)
+        # With one layer, what a row gives depends on no other row's output.
+        last = len(row) - 1
+        before = plain.keys(row[:-1], "midlayer.self_attn", range(last))
+        x = plain.layer(0, "midlayer", states[-1:], [last], row[-1:], before)
+        found.append(plain.norm(x, "norm")[0] @ plain.w["lm_head.weight"].T)
         behind.append(int(found[-1].argmax()))
-        states = torch.cat((states, x[-1:]))
+        states = torch.cat((states, x))
     return torch.stack(found)
 
 

@@ -1,4 +1,4 @@
-"""A tiny target and drafters for vLLM itself."""
+"""vLLM itself, and our own loop beside it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ import json
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from sharpdraft.decode.session import Session
-from sharpdraft.drafters import load_drafter
+from sharpdraft.drafters.registry import load_drafter
 from sharpdraft.lab.backends.vllm import Engine
 from sharpdraft.method.policies import FixedSlope
-from sharpdraft.method.scale import Policy, policy_to_settings
-from sharpdraft.method.settings import FROZEN
+from sharpdraft.method.settings import FROZEN, DraftSettings, FixedLength
 from sharpdraft.model.causal_lm import CausalLM
+from support.vllm_models import POSITIONS, Models
 
-POSITIONS, VOCAB, DRAFTS, NEW = 1024, 192, 5, 60
-STEEP = FixedSlope(3, slope=0.5, top_k=2, max_scale=50.0)
+DRAFTS, NEW = 5, 60
+RELEASED = DraftSettings()
+STEEP = DraftSettings(FixedSlope(3, slope=0.5, top_k=2, max_scale=50.0))
 OPTIONS = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -34,31 +31,23 @@ OPTIONS = {
 LENGTHS = (5, 17, 40, 64, 130, 300, 511, 900)
 
 
-@dataclass(frozen=True)
-class Models:
-    target: Path
-    drafter: Path
-    model: Any
-
-
 Start = Callable[..., AbstractContextManager[Engine]]
 
 
-def asked(policy: Policy | None) -> object:
-    return FROZEN if policy is None else policy_to_settings(policy)
+def asked(settings: DraftSettings) -> object:
+    return settings.to_dict() or FROZEN
 
 
 def ours(
     models: Models,
     prompts: Sequence[Sequence[int]],
-    policy: Policy | None,
+    settings: DraftSettings,
     drafter: Path | None = None,
 ) -> list[list[tuple[int, int, int]]]:
     """Rounds of our own loop."""
     target = CausalLM.of(models.model)
-    session = Session(
-        target, load_drafter(drafter or models.drafter, target), policy, block=DRAFTS + 1
-    )
+    settings = replace(settings, length=FixedLength(DRAFTS))
+    session = Session(target, load_drafter(drafter or models.drafter, target), settings)
     found = []
     for prompt in prompts:
         session.rewind(0)
@@ -80,60 +69,6 @@ def different_rounds(
         differ += sum(tuple(a) != b for a, b in zip(engine, whole, strict=False))
     assert total > 100
     return differ
-
-
-def eagle3(models: Models, folder: Path, **changes: Any) -> Path:
-    """A random EAGLE-3 drafter in SafeAILab's layout."""
-    from safetensors.torch import save_file
-
-    size, inner, heads, kv = 96, 96, 6 * 32, 3 * 32
-    shapes = {
-        "fc.weight": (size, 3 * size),
-        "midlayer.self_attn.q_proj.weight": (heads, 2 * size),
-        "midlayer.self_attn.k_proj.weight": (kv, 2 * size),
-        "midlayer.self_attn.v_proj.weight": (kv, 2 * size),
-        "midlayer.self_attn.o_proj.weight": (size, heads),
-        "midlayer.mlp.gate_proj.weight": (inner, size),
-        "midlayer.mlp.up_proj.weight": (inner, size),
-        "midlayer.mlp.down_proj.weight": (size, inner),
-        "lm_head.weight": (VOCAB, size),
-    }
-    rng = torch.Generator().manual_seed(3)
-    tensors = {name: 0.3 * torch.randn(shape, generator=rng) for name, shape in shapes.items()}
-    for name in (
-        "norm",
-        "midlayer.hidden_norm",
-        "midlayer.input_layernorm",
-        "midlayer.post_attention_layernorm",
-    ):
-        tensors[f"{name}.weight"] = torch.ones(size)
-    tensors["lm_head.weight"] = models.model.lm_head.weight.detach().clone()
-    config = json.loads((models.target / "config.json").read_text())
-    config |= {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "draft_vocab_size": VOCAB,
-    }
-    config |= {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], **changes}
-    if config.get("fc_norm"):
-        tensors |= {
-            f"fc_norm.{i}.weight": 1 + 0.2 * torch.randn(size, generator=rng) for i in range(3)
-        }
-    folder.mkdir()
-    save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def pard(models: Models, folder: Path) -> Path:
-    """A random draft LM that takes mask tokens."""
-    torch.manual_seed(5)
-    config = models.model.config.to_dict() | {"num_hidden_layers": 2, "pard_token": VOCAB - 1}
-    model: Any = LlamaForCausalLM(LlamaConfig(**config)).eval()
-    with torch.no_grad():
-        model.lm_head.weight.copy_(models.model.lm_head.weight)
-    model.save_pretrained(folder)
-    return folder
 
 
 def complete(url: str, prompt: Sequence[int], count: int, abort_after: int | None = None) -> None:

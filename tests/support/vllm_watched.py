@@ -5,9 +5,9 @@ from the Query, the metadata and the cache that it was given.
 
 In: {"target", "speculative", "asked", "prompts": [[ids]], "new", "reference", "slope", "top_k",
 "max_scale", "window"}; the last five are what is expected, null for none. Out: {"drafts", "tokens",
-"proposals", "rows", "hidden", "counts", "worst"}: what vLLM drafts a round, its answers, every block
-it proposed, how many rows were computed again, how many of them had Keys hidden from them, their
-counts, and the largest difference.
+"proposals", "rows", "hidden", "counts", "worst"}: what vLLM drafts a round, its answers, every
+block it proposed, how many rows were computed again, how many of them had Keys hidden from them,
+their counts, and the largest difference.
 """
 
 from __future__ import annotations

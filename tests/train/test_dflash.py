@@ -118,7 +118,7 @@ def test_exported_drafter_computes_what_was_trained(
     monkeypatch.setattr(training, "save", keep)
     trainer.export(tmp_path / "drafter")
     exported = DFlash.load(tmp_path / "drafter", llama.target)
-    assert (exported.taps, exported.block_size, exported.mask_token) == (RECIPE.taps, BLOCK, 3)
+    assert (exported.taps, exported.num_drafts, exported.mask_token) == (RECIPE.taps, BLOCK - 1, 3)
     assert all(t.dtype == torch.bfloat16 for t in written["tensors"].values())
     whole = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
     whole["fc.weight"] = whole["fc.weight"] / module.scale

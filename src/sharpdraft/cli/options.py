@@ -13,7 +13,19 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 BUILT_IN = "smollm2-135m-instruct"
-_ARM = "ar, frozen, sharpdraft, sharpdraft@N0, fixed@SCALE, window@KEYS, sinks@KEYS, drafts@N"
+# What arms are called; a test holds it to the words that settings know, which need torch.
+ARM_WORDS = (
+    "ar",
+    "frozen",
+    "sharpdraft",
+    "sharpdraft@N0",
+    "fixed@SCALE",
+    "slopes@N0:S/S/...",
+    "window@KEYS",
+    "sinks@KEYS",
+    "drafts@N",
+)
+_ARM = f"{', '.join(ARM_WORDS)}; + composes."
 _DRAFTER = "Directory or hub id of a DFlash, EAGLE-3 or PARD checkpoint; or dflash, eagle3, pard"
 
 _Options = TypeVar("_Options")
@@ -86,7 +98,7 @@ class GenerateOptions(ModelOptions):
     prompt: Annotated[
         str | None, typer.Argument(help="The user's message.", show_default="read from stdin")
     ] = None
-    arm: Annotated[str, _option("--arm", f"One of {_ARM}; + composes.")] = "sharpdraft"
+    arm: Annotated[str, _option("--arm", f"One of {_ARM}")] = "sharpdraft"
     max_new_tokens: Annotated[
         int, _option("--max-new-tokens", "Longest answer, tokens.", least=1)
     ] = 512
@@ -132,7 +144,7 @@ class BenchOptions(ModelOptions):
             "the DFlash one built in",
         ),
     ] = None
-    arms: Annotated[str, _option("--arms", f"Timed, taking turns, from {_ARM}; + composes.")] = (
+    arms: Annotated[str, _option("--arms", f"Timed, taking turns, from {_ARM}")] = (
         "ar,frozen,sharpdraft"
     )
     replay: Annotated[

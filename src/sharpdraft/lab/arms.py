@@ -19,8 +19,8 @@ def arms_of(
     """The arms called `names`: `ar`, and settings as `DraftSettings.parse` reads them.
 
     recommended: what each drafter recommends, which is what `sharpdraft` alone stands for; a single
-    drafter may be called "". drafts: how many tokens an arm drafts that does not say so itself;
-    None leaves that to the drafter.
+    drafter may be called "". drafts: how many tokens an arm drafts that does not say so itself,
+    whatever its drafter recommends; None leaves that to the drafter.
 
     `ar` comes once; the others for every drafter in turn, called DRAFTER:ARM where there are
     several.
@@ -46,6 +46,8 @@ def _arm(
     if text == AR.name:
         return AR
     try:
+        if recommended is not None and drafts is not None:
+            recommended = replace(recommended, length=None)
         settings = DraftSettings.parse(text, recommended)
     except SharpDraftError as error:
         # What is wrong begins with the words that are.

@@ -6,7 +6,7 @@ piece of code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,17 +34,29 @@ class CausalLM:
     def __init__(
         self,
         config: Config,
-        tensors: Mapping[str, Tensor],
+        read: Callable[..., Tensor | None],
         *,
         weight_dtype: torch.dtype | None = None,
     ) -> None:
-        """Take over a model's tensors, under the names that published checkpoints have; all are of
-        one dtype, in which the model runs, and on one device. Each is asked for once, layer by
-        layer. Without "lm_head.weight" the embedding is the head.
+        """Take over a model's tensors, asked for once each and layer by layer.
 
-        weight_dtype: run layers in another dtype than the model's; the residual stream and the head
-        keep the model's, so that close logits stay apart.
+        read: given names that published checkpoints have, those tensors one behind the other, None
+        for what the model has not; all of one dtype, in which the model runs, and on one device.
+        Without "lm_head.weight" the embedding is the head. weight_dtype: run layers in another
+        dtype than the model's; the residual stream and the head keep the model's, so that close
+        logits stay apart.
         """
+
+        def whole(*names: str) -> Tensor:
+            found = read(*names)
+            assert found is not None, names
+            return found
+
+        def linear(*names: str) -> Linear:
+            weight = whole(*(f"{name}.weight" for name in names)).to(self.weight_dtype)
+            bias = read(*(f"{name}.bias" for name in names))
+            return Linear(weight, None if bias is None else bias.to(self.weight_dtype))
+
         self.config = config
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
@@ -54,37 +66,27 @@ class CausalLM:
         self.head_dim: int = config.head_dim
         self.max_positions: int = config.max_position_embeddings
         self.eps: float = config.rms_norm_eps
-        self.embedding: Tensor = tensors["model.embed_tokens.weight"]
+        self.embedding = whole("model.embed_tokens.weight")
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
-        self.weight_dtype: torch.dtype = weight_dtype or self.dtype
-
-        def linear(*names: str) -> Linear:
-            weights = [tensors[f"{name}.weight"] for name in names]
-            biases = [t for name in names if (t := tensors.get(f"{name}.bias")) is not None]
-            return Linear(
-                _joined(weights).to(self.weight_dtype),
-                _joined(biases).to(self.weight_dtype) if biases else None,
-            )
-
+        self.weight_dtype = weight_dtype or self.dtype
         layers = []
-        for index in range(self.num_layers):
-            at = f"model.layers.{index}"
+        for at in (f"model.layers.{index}" for index in range(self.num_layers)):
             attn, mlp = f"{at}.self_attn", f"{at}.mlp"
             layers.append(
                 Layer(
-                    attn_norm=tensors[f"{at}.input_layernorm.weight"],
+                    attn_norm=whole(f"{at}.input_layernorm.weight"),
                     qkv=linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
-                    q_norm=tensors.get(f"{attn}.q_norm.weight"),
-                    k_norm=tensors.get(f"{attn}.k_norm.weight"),
+                    q_norm=read(f"{attn}.q_norm.weight"),
+                    k_norm=read(f"{attn}.k_norm.weight"),
                     out=linear(f"{attn}.o_proj"),
-                    mlp_norm=tensors[f"{at}.post_attention_layernorm.weight"],
+                    mlp_norm=whole(f"{at}.post_attention_layernorm.weight"),
                     gate_up=linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
                     down=linear(f"{mlp}.down_proj"),
                 )
             )
-        norm = tensors["model.norm.weight"]
+        norm, head = whole("model.norm.weight"), read("lm_head.weight")
         self.stack = Stack(tuple(layers), norm, self.heads, self.kv_heads, self.eps)
-        self.head = Linear(tensors.get("lm_head.weight", self.embedding))
+        self.head = Linear(self.embedding if head is None else head)
         self.rotary = rotary_of(config, self.max_positions, self.device)
 
     @classmethod
@@ -96,11 +98,13 @@ class CausalLM:
                 f"target architecture '{family}' is not supported; supported: "
                 f"{', '.join(ARCHITECTURES)}"
             )
-        return cls(
-            Config.of(model.config.to_dict()),
-            {name: tensor.detach() for name, tensor in model.state_dict().items()},
-            weight_dtype=weight_dtype,
-        )
+        tensors = model.state_dict()
+
+        def read(*names: str) -> Tensor | None:
+            found = [tensors[name].detach() for name in names if name in tensors]
+            return torch.cat(found) if len(found) > 1 else next(iter(found), None)
+
+        return cls(Config.of(model.config.to_dict()), read, weight_dtype=weight_dtype)
 
     def new_cache(
         self, capacity: int, *, batch: int = 1, dtype: torch.dtype | None = None
@@ -183,10 +187,6 @@ class CausalLM:
         )
         final = final[:, wanted]
         return self.head(final), [tapped[index] for index in taps], final
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _show(

@@ -7,11 +7,12 @@ the configuration shows it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import torch
 from safetensors import safe_open
@@ -100,10 +101,14 @@ def read_causal_lm(
         )
     try:
         with ExitStack() as opened:
-            stored = _Stored(_open(directory, opened))
-            _check_tensors(config, stored, directory)
-            weights = _Weights(stored, dtype or _own_dtype(config, stored), device, rounded)
-            return CausalLM(config, weights, weight_dtype=weight_dtype)
+            places = _places(directory, opened)
+            if config.tie_word_embeddings and _HEAD in places:
+                places.setdefault(_EMBEDDING, places[_HEAD])
+            _check_tensors(config, places, directory)
+            reader = _Reader(places, dtype or _own_dtype(config, places), device, rounded)
+            if config.tie_word_embeddings and _HEAD in places:
+                _drop_copy(places, reader)
+            return CausalLM(config, reader, weight_dtype=weight_dtype)
     except (SharpDraftError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -114,8 +119,7 @@ def read_causal_lm(
 
 
 def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a whole checkpoint; tied embeddings are stored once, under the
-    embedding's name."""
+    """Names and shapes of a whole checkpoint, which may lack the head where embeddings are tied."""
     size, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
     # What each projection takes and gives, and whether it has a bias.
@@ -141,74 +145,92 @@ def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
                 shapes[f"{at}.{name}.bias"] = (outs,)
         shapes |= {f"{at}.{name}.weight": (width,) for name, width in norms.items()}
     shapes["model.norm.weight"] = (size,)
-    if not config.tie_word_embeddings:
-        shapes[_HEAD] = (config.vocab_size, size)
+    shapes[_HEAD] = (config.vocab_size, size)
     return shapes
 
 
-def _open(directory: Path, opened: ExitStack) -> list[Any]:
-    """The file of weights, or all shards that the index names."""
+@dataclass(frozen=True)
+class _Place:
+    """A tensor in a safetensors file. start: of its first byte in the file."""
+
+    file: IO[bytes]
+    start: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _places(directory: Path, opened: ExitStack) -> dict[str, _Place]:
+    """All tensors of a checkpoint, in one file or in the shards that an index names, under the
+    names of a causal LM; a model that was saved without its head lacks "model." in them."""
     names = [_WHOLE]
     if not (directory / _WHOLE).exists():
         index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
         names = sorted(set(index["weight_map"].values()))
-    return [
-        opened.enter_context(safe_open(str(directory / name), framework="pt")) for name in names
-    ]
-
-
-class _Stored:
-    """Which file holds each tensor, under the names that causal LMs have; of a model saved without
-    its head they lack "model."."""
-
-    def __init__(self, files: Sequence[Any]) -> None:
-        held = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        bare = not any(name.startswith("model.") for name in held)
-        self.names = {
-            f"model.{name}" if bare and name != _HEAD else name: (file, name)
-            for name, file in held.items()
-        }
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        file, stored = self.names[name]
-        return tuple(file.get_slice(stored).get_shape())
-
-    def dtype(self, name: str) -> str:
-        file, stored = self.names[name]
-        return str(file.get_slice(stored).get_dtype())
-
-    def tensor(self, name: str) -> Tensor:
-        file, stored = self.names[name]
-        found: Tensor = file.get_tensor(stored)
-        return found
+    found: dict[str, _Place] = {}
+    for name in names:
+        with safe_open(str(directory / name), framework="pt"):
+            pass  # It is whole, or this raises.
+        file = opened.enter_context((directory / name).open("rb", buffering=0))
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        for key, entry in header.items():
+            start = 8 + size + entry["data_offsets"][0]
+            found[key] = _Place(file, start, tuple(entry["shape"]), entry["dtype"])
+    if not any(name.startswith("model.") for name in found):
+        found = {name if name == _HEAD else f"model.{name}": p for name, p in found.items()}
+    return found
 
 
 @dataclass
-class _Weights(Mapping[str, Tensor]):
-    """Tensors as CausalLM takes them, each read when it is asked for. One that is stored as it is
-    wanted is a view of its file, of which the system reads what is used."""
+class _Reader:
+    """Reads tensors for CausalLM, each once, without a map of the file: where memory is paged in
+    slowly, a map takes four times as long."""
 
-    stored: _Stored
+    places: Mapping[str, _Place]
     dtype: torch.dtype
     device: torch.device
     rounded: bool
 
-    def __getitem__(self, name: str) -> Tensor:
-        found = self.stored.tensor(name)
+    def __call__(self, *names: str) -> Tensor | None:
+        places = [self.places[name] for name in names if name in self.places]
+        if not places:
+            return None
+        stored = _FLOATING[places[0].dtype]
+        sizes = [math.prod(place.shape) * stored.itemsize for place in places]
+        found = torch.empty(sum(sizes), dtype=torch.uint8)
+        room = found.numpy().data
+        for place, size in zip(places, sizes, strict=True):
+            _fill(room[:size], place)
+            room = room[size:]
+        found = found.view(stored).view(-1, *places[0].shape[1:])
         if self.rounded and found.dim() > 1:
             found = found.bfloat16()
         return found.to(self.device, self.dtype)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.stored.names)
 
-    def __len__(self) -> int:
-        return len(self.stored.names)
+def _drop_copy(places: dict[str, _Place], reader: _Reader) -> None:
+    """A head that is the embedding once more is not held twice. One that differs is the head,
+    whatever the configuration says; transformers does the same."""
+    head, embedding = reader(_HEAD), reader(_EMBEDDING)
+    if head is not None and embedding is not None and torch.equal(head, embedding):
+        del places[_HEAD]
 
 
-def _check_tensors(config: Config, stored: _Stored, directory: Path) -> None:
+def _fill(room: memoryview, place: _Place) -> None:
+    place.file.seek(place.start)
+    while room:
+        count = place.file.readinto(room)  # type: ignore[attr-defined]
+        if not count:
+            raise OSError(f"{place.file.name} ends early")
+        room = room[count:]
+
+
+def _check_tensors(config: Config, places: Mapping[str, _Place], directory: Path) -> None:
     shapes = tensor_shapes(config)
-    if missing := sorted(set(shapes) - set(stored.names)):
+    if config.tie_word_embeddings and _HEAD not in places:
+        del shapes[_HEAD]
+    if missing := sorted(set(shapes) - set(places)):
         raise SharpDraftError(
             f"the weights in {directory} lack {_some(missing)}: the checkpoint is incomplete; copy "
             "or download it again"
@@ -217,25 +239,25 @@ def _check_tensors(config: Config, stored: _Stored, directory: Path) -> None:
     # model's.
     strange = sorted(
         name
-        for name in set(stored.names) - set(shapes)
+        for name in set(places) - set(shapes)
         if ".layers." in name and not name.endswith("rotary_emb.inv_freq")
     )
-    strange += sorted(name for name, shape in shapes.items() if stored.shape(name) != shape)
+    strange += sorted(name for name, shape in shapes.items() if places[name].shape != shape)
     if strange:
         raise SharpDraftError(
             f"the weights in {directory} do not belong to its config.json: see {_some(strange)}"
         )
-    if odd := sorted(name for name in shapes if stored.dtype(name) not in _FLOATING):
+    if odd := sorted(name for name in shapes if places[name].dtype not in _FLOATING):
         raise SharpDraftError(
-            f"{directory} holds weights of dtype {stored.dtype(odd[0])} ({_some(odd)}): use the "
+            f"{directory} holds weights of dtype {places[odd[0]].dtype} ({_some(odd)}): use the "
             "full-precision model"
         )
 
 
-def _own_dtype(config: Config, stored: _Stored) -> torch.dtype:
+def _own_dtype(config: Config, places: Mapping[str, _Place]) -> torch.dtype:
     """The dtype that config.json names, or else the embedding's."""
     named = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATING.values()}
-    return named.get(config.dtype or "", _FLOATING[stored.dtype(_EMBEDDING)])
+    return named.get(config.dtype or "", _FLOATING[places[_EMBEDDING].dtype])
 
 
 def _some(names: Sequence[str]) -> str:

@@ -83,7 +83,7 @@ class Config:
             attention_bias=family == "qwen2" or bool(read.get("attention_bias", False)),
             mlp_bias=family == "llama" and bool(read.get("mlp_bias", False)),
             tie_word_embeddings=bool(read.get("tie_word_embeddings", False)),
-            eos_token_id=read.tokens("eos_token_id"),
+            eos_token_id=read.tokens("eos_token_id", 2 if family == "llama" else None),
             dtype=_dtype(read),
             source=dict(values),
         )
@@ -111,8 +111,8 @@ class _Reader:
             raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
         return float(value)
 
-    def tokens(self, name: str) -> int | list[int] | None:
-        value = self.values.get(name)
+    def tokens(self, name: str, default: int | None) -> int | list[int] | None:
+        value = self.values.get(name, default)
         every = value if isinstance(value, list) else [value]
         if value is not None and not all(type(each) is int for each in every):
             raise ValueError(f"{name} must be a token id or a list of them, got {value!r}")

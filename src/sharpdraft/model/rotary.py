@@ -79,7 +79,7 @@ def frequencies(config: Config) -> tuple[Tensor, float]:
 
 
 def _llama3(plain: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Llama 3.1's: slow pairs of dimensions are slowed by `factor`, fast ones kept, others blended."""
+    """Llama 3.1's: slow dimensions are slowed by `factor`, fast ones kept, others blended."""
     length, factor = rope["original_max_position_embeddings"], rope["factor"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     wave = 2 * math.pi / plain

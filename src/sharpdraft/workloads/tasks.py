@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as load_tensors
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import SharpDraftError
+from ..hub.smollm2 import recording
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ def digest(tasks: Sequence[Task]) -> str:
 
 
 def recordings() -> list[Recording]:
-    """The built-in sessions as SmolLM2-135M-Instruct wrote them."""
-    data = resources.files(__package__).joinpath("recorded-smollm2-135m.safetensors").read_bytes()
-    tensors = load_tensors(data)
+    """The built-in sessions as SmolLM2-135M-Instruct wrote them. Raises SharpDraftError without the
+    package that has them."""
+    tensors = load_file(recording())
     found = []
     for task in built_in():
         if f"{task.name}.tokens" in tensors:

@@ -52,11 +52,14 @@ class Engine:
         drafter: Path | None,
         options: Mapping[str, Any] | None = None,
         log: Path | None = None,
+        python: str = sys.executable,
     ) -> Engine:
         """The engine of an arm of this drafter, which AR does without."""
-        if arm.drafter is None or drafter is None:
-            return cls(target, None, 0, None, options, log)
-        return cls(target, drafter, drafts_of(arm, drafter), asked_for(arm), options, log)
+        if arm.drafter is None:
+            return cls(target, None, 0, None, options, log, python)
+        assert drafter is not None
+        drafts = drafts_of(arm, drafter)
+        return cls(target, drafter, drafts, asked_for(arm), options, log, python)
 
     def __init__(
         self,
