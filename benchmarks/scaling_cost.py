@@ -33,6 +33,7 @@ from sharpdraft.method.settings import DraftSettings
 from sharpdraft.workloads.tasks import recordings
 
 
+@torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--drafters", default="dflash,eagle3,pard")

@@ -27,6 +27,7 @@ from sharpdraft.decode.step import step
 from sharpdraft.drafters.eagle3 import Eagle3
 from sharpdraft.drafters.pard import Pard
 from sharpdraft.errors import SharpDraftError
+from sharpdraft.method.settings import DraftSettings, Window
 from sharpdraft.model.causal_lm import CausalLM
 from sharpdraft.model.stack import Stack
 from support.drafters import make_drafter
@@ -44,12 +45,10 @@ DRAFTERS: dict[str, Callable[[Any], Any]] = {
 
 
 def alone(
-    request: Request, target: CausalLM, drafter: Any, policy: Any
+    request: Request, target: CausalLM, drafter: Any, settings: Any
 ) -> tuple[list[int], list[tuple[int, int, int]]]:
     """Tokens and rounds of a request that has the engine to itself."""
-    session = Session(
-        target, drafter, settings_of(policy), capacity=request.size, sampling=request.sampling
-    )
+    session = Session(target, drafter, settings, capacity=request.size, sampling=request.sampling)
     rounds = list(session.generate(request.prompt, request.max_new_tokens, request.stop))
     return session.tokens[len(request.prompt) :], [
         (r.context, r.drafted, r.accepted) for r in rounds
@@ -64,13 +63,17 @@ def finished(batch: Batch) -> dict[Request, list[tuple[int, int, int]]]:
     return found
 
 
-@pytest.mark.parametrize("policy", [None, STEEP], ids=["frozen", "steep"])
+@pytest.mark.parametrize(
+    "settings",
+    [settings_of(), settings_of(STEEP), settings_of(STEEP, view=Window(12, 3))],
+    ids=["frozen", "steep", "steep, window and sinks"],
+)
 @pytest.mark.parametrize("family", DRAFTERS)
 def test_a_request_writes_in_company_what_it_writes_alone(
-    family: str, policy: Any, llama: Tiny
+    family: str, settings: DraftSettings, llama: Tiny
 ) -> None:
     drafter = DRAFTERS[family](llama.target)
-    batch = Batch(llama.target, drafter, settings_of(policy))
+    batch = Batch(llama.target, drafter, settings)
     plans = [
         (0, PROMPT, 40, ()),
         (3, 2, 25, ()),
@@ -87,7 +90,7 @@ def test_a_request_writes_in_company_what_it_writes_alone(
     ]
     rounds = finished(batch)
     for request in [*requests, *sampled]:
-        tokens, own = alone(request, llama.target, drafter, policy)
+        tokens, own = alone(request, llama.target, drafter, settings)
         assert request.tokens == tokens and rounds[request] == own
         assert request.finish == ("stop" if tokens[-1] in request.stop else "length")
     assert sampled[0].tokens != sampled[1].tokens

@@ -21,6 +21,7 @@ from sharpdraft.decode.session import Arm
 from sharpdraft.decode.step import step
 from sharpdraft.method.policies import Constant
 from sharpdraft.method.scale import Policy
+from sharpdraft.method.settings import Window
 from sharpdraft.model.causal_lm import CausalLM
 from support.drafters import make_drafter
 from support.families import drafter_of
@@ -55,15 +56,17 @@ def shown(done: Round) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    "policy", [None, FixedSlope(33), STEEP], ids=["frozen", "sharpdraft", "steep"]
+    ("policy", "view"),
+    [(None, None), (FixedSlope(33), None), (STEEP, None), (STEEP, Window(40, 3))],
+    ids=["frozen", "sharpdraft", "steep", "steep, window and sinks"],
 )
 def test_rounds_are_those_of_the_loop(
-    pair: tuple[Session, Session], llama: Tiny, policy: Policy | None
+    pair: tuple[Session, Session], llama: Tiny, policy: Policy | None, view: Window | None
 ) -> None:
     ours, loop = pair
     rounds = StaticRounds(ours)
     for session in pair:
-        use(session, policy, 4)
+        use(session, policy, 4, view)
         session.prefill(llama.text[:30])
     accepted = 0
     while rounds.fits(left := 180 - len(ours.tokens)):
@@ -93,6 +96,8 @@ def test_they_alternate_with_all_else(pair: tuple[Session, Session], llama: Tiny
         lambda s: use(s, Constant(1.7), 4),
         lambda s: (s.read(llama.text[len(s.tokens) : len(s.tokens) + 7]), s.rewind(len(s.tokens))),
         lambda s: use(s, Constant(1.7), 2),
+        lambda s: use(s, STEEP, 4, Window(24)),
+        lambda s: use(s, STEEP, 4, Window(9, 5)),
     ]
     for change in script * 2:
         for session in pair:

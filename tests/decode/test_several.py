@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from sharpdraft.decode.session import Arm, Session
 from sharpdraft.drafters.eagle3 import save as save_eagle3
 from support.checkpoints import Checkpoints
 from support.command import Run, check_one_line
-from support.families import eagle_config, eagle_tensors, make_pard
-from support.tiny import VOCAB, Tiny
+from support.families import drafter_of, eagle_config, eagle_tensors, make_pard
+from support.sessions import settings_of
+from support.tiny import PROMPT, VOCAB, Tiny
 
 
 @pytest.fixture
@@ -79,8 +81,9 @@ def test_drafters_side_by_side_draft_what_they_draft_alone(
     assert len(different) > len(together), (
         "the drafters must draft differently for this to say anything"
     )
-    cells = json.loads(run("bench", *options, *arms, "--drafter", ",".join(map(str, three.values())), "--out",
-                           tmp_path / "together", "--json").out)["cells"]  # fmt: skip
+    every, out = ",".join(map(str, three.values())), tmp_path / "together"
+    shown = run("bench", *options, *arms, "--drafter", every, "--out", out, "--json")
+    cells = json.loads(shown.out)["cells"]
     names = [cell["arm"] for cell in cells]
     assert names == [
         "ar",
@@ -106,3 +109,24 @@ def test_drafters_of_one_name_are_refused_and_every_one_takes_a_window(
         "drafter:sinks@2+window@8",
         "eagle:sinks@2+window@8",
     ]
+
+
+def test_a_session_of_several_drafters(llama: Tiny) -> None:
+    """One drafts at a time, whatever the others have read; read along, all have read all."""
+    drafters = {kind: drafter_of(kind, llama) for kind in ("dflash", "eagle3", "pard")}
+    session = Session(llama.target, drafters)
+    assert (session.arm, session.num_drafts) == (None, 0)
+    for number, name in enumerate([*drafters, *reversed(drafters)]):
+        session.rewind(PROMPT)
+        session.use(Arm(name, name, settings_of(drafts=3)))
+        start = len(session.tokens)
+        rounds = list(session.generate(llama.text[start : PROMPT + 5], 60))
+        assert session.tokens == llama.text[: PROMPT + 65]
+        alone = Session(llama.target, drafters[name], settings_of(drafts=3))
+        expected = list(alone.generate(llama.text[: PROMPT + 5], 60))
+        assert [r.accepted for r in rounds] == [r.accepted for r in expected]
+        if number % 2:
+            session.read_along()
+            session.rewind(PROMPT)
+            session.extend(llama.text[PROMPT : PROMPT + 9])
+            assert all(c.length == PROMPT + 8 for c in (session.cache, *session._caches.values()))

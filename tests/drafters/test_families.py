@@ -13,11 +13,36 @@ from sharpdraft.decode.replay import replay
 from sharpdraft.decode.session import Session
 from sharpdraft.drafters.eagle3 import Eagle3
 from sharpdraft.method.scale import Policy
-from support.families import HEADS, eagle_config, eagle_tensors, pard_of
+from sharpdraft.method.settings import DraftSettings, FixedLength, Window
+from support.families import HEADS, drafter_of, eagle_config, eagle_tensors, pard_of
 from support.sessions import AR, settings_of, use
 from support.tiny import PROMPT, Tiny
 
 LOW = FixedSlope(9, slope=0.7, top_k=4, max_scale=8.0)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash, window", "eagle3", "eagle3, variant", "pard"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        DraftSettings(view=Window(12)),
+        DraftSettings(view=Window(12, 4)),
+        DraftSettings(LOW, Window(20, 2), FixedLength(3)),
+    ],
+    ids=lambda settings: settings.text(),
+)
+def test_views_change_drafts_and_never_the_text(
+    llama: Tiny, kind: str, settings: DraftSettings
+) -> None:
+    rounds = []
+    for own in (settings, DraftSettings(length=settings.length)):
+        session = Session(llama.target, drafter_of(kind, llama), own)
+        live = list(session.generate(llama.text[:PROMPT], 120))
+        assert session.tokens == llama.text[: PROMPT + 120]
+        rounds.append([(r.context, r.drafted, r.accepted) for r in live[1:]])
+        again = [(r.context, r.drafted, r.accepted) for r in replay(session, PROMPT)]
+        assert again == rounds[-1]
+    assert rounds[0] != rounds[1], "the view must change drafts for this to say anything"
 
 
 @pytest.fixture(params=["eagle3", "pard"])

@@ -37,7 +37,7 @@ def session(request: pytest.FixtureRequest, target: CausalLM) -> Session:
 @pytest.fixture(scope="module")
 def written(smollm2: Path, recording: Recording) -> tuple[list[int], list[int]]:
     """A prompt beyond every drafter's N0, and what transformers writes behind it."""
-    turn = next(t for t in recording.turns if t.answer > 700)
+    turn = next(t for t in recording.turns if t.answer > 520)
     prompt, count = list(recording.tokens[: turn.answer]), 48
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     ids = torch.tensor([prompt])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +108,14 @@ def test_what_a_drafter_recommends() -> None:
     )
     assert DraftSettings.parse("sharpdraft@512", own) == DraftSettings(FixedSlope(512))
     assert DraftSettings.parse("sharpdraft", DraftSettings()) == DraftSettings()
+    for text in ("sharpdraft+drafts@4", "drafts@4+sharpdraft"):
+        assert DraftSettings.parse(text, own) == replace(own, length=FixedLength(4))
     windowed = DraftSettings(FixedSlope(700), Window(64))
+    assert DraftSettings.parse("sharpdraft+window@32", windowed).view == Window(32)
     assert DraftSettings.parse("sharpdraft+sinks@4", windowed).view == Window(64, 4)
     for text, says in [
-        ("sharpdraft+drafts@4", "'drafts@4' in 'sharpdraft[+]drafts@4': length is named twice"),
         ("sharpdraft+fixed@2", "scale is named twice"),
-        ("sharpdraft+sharpdraft", "'sharpdraft' in .*: length is named twice"),
+        ("sharpdraft+sharpdraft", "'sharpdraft' in .*: named twice"),
     ]:
         with pytest.raises(SharpDraftError, match=says):
             DraftSettings.parse(text, own)

@@ -18,7 +18,7 @@ from sharpdraft.method.visible import CAUSAL, View
 from sharpdraft.model.cache import KVCache
 from sharpdraft.model.kernels import build
 from sharpdraft.model.rotary import rotate
-from sharpdraft.model.rows import Ragged, RaggedRows, Static, StaticRows, chain_gains
+from sharpdraft.model.rows import Ragged, RaggedRows, Static, StaticRows
 from support.kernels import CAPACITY, WIDTHS, filled, rotary_for, textbook
 
 POLICIES = [None, FixedSlope(33), FixedSlope(100, slope=0.3, max_scale=4.0), Constant(1.3)]
@@ -76,24 +76,6 @@ def test_layers_alike_share_a_gain() -> None:
     first, second, third = rows.gains([SLOPES, None], [CAUSAL] * 3)
     assert first is third is not None and not torch.equal(first, second)
     assert rows.gains([], [CAUSAL] * 3) == rows.gains([None, None], [CAUSAL] * 3) == [None] * 3
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(0, 200), min_size=1, max_size=3),
-    st.integers(1, 5),
-    VIEWS,
-    st.sampled_from([*POLICIES, SLOPES]),
-)
-def test_gains_of_chains_are_those_of_their_rows(
-    starts: list[int], count: int, view: View, scale: Scale | None
-) -> None:
-    scales = [scale, *[None] * (len(starts) - 1)]
-    found = chain_gains(scales, starts, count, view, torch.device("cpu"))
-    for step in range(count):
-        (gain,) = ragged([(start + step, 1) for start in starts]).gains(scales, [view])
-        assert (found is None) == (gain is None)
-        assert found is None or (gain is not None and torch.equal(found[:, step], gain))
 
 
 @pytest.mark.usefixtures("compiled")
@@ -172,7 +154,7 @@ def test_static_rows_are_ragged_ones(
     placed: list[Ragged | Static] = [Ragged(), Static(torch.tensor([length]), 384)]
     for placement in placed:
         cache = filled(2, 8, length, 0)
-        if placement.static:
+        if isinstance(placement, Static):
             cache.blank()
         rows.append(placement.rows([cache], [count], rotary))
     first, second = rows

@@ -6,7 +6,7 @@ from sharpdraft.decode.rounds import Round
 from sharpdraft.decode.session import Arm, Session
 from sharpdraft.method.policies import Constant, FixedSlope
 from sharpdraft.method.scale import Scale
-from sharpdraft.method.settings import DraftSettings, FixedLength
+from sharpdraft.method.settings import DraftSettings, FixedLength, Window
 
 LOW = FixedSlope(33)  # Scales from 34 Keys on, as far as the tiny targets' contexts go.
 ARMS = {
@@ -20,15 +20,22 @@ ARMS = {
 AR = Arm("ar")
 
 
-def settings_of(scale: Scale | None = None, drafts: int | None = None) -> DraftSettings:
-    """Settings of a policy and a number of drafts; without one the drafter's own."""
-    return DraftSettings(scale, length=FixedLength(drafts) if drafts else None)
+def settings_of(
+    scale: Scale | None = None, drafts: int | None = None, view: Window | None = None
+) -> DraftSettings:
+    """Settings of a policy, a view and a number of drafts; without one the drafter's own."""
+    return DraftSettings(scale, view, FixedLength(drafts) if drafts else None)
 
 
-def use(session: Session, scale: Scale | None = None, drafts: int | None = None) -> None:
+def use(
+    session: Session,
+    scale: Scale | None = None,
+    drafts: int | None = None,
+    view: Window | None = None,
+) -> None:
     """Draft with the session's only drafter; with none there is nothing to draft with."""
     drafter = "" if session.drafters else None
-    session.use(Arm("", drafter, settings_of(scale, drafts)))
+    session.use(Arm("", drafter, settings_of(scale, drafts, view)))
 
 
 def set_arm(session: Session, name: str) -> None:

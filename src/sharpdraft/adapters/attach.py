@@ -92,8 +92,9 @@ def attach(
     attention: names of its attention modules, as in `named_modules`; by default those whose class
     is called an attention. Their order is that of the layers.
 
-    A row's own Key is the last one it sees. Where no mask says so, the rows' Keys are the last of
-    all (with is_causal, the first), as they are where every row sees the same last Key.
+    A view measures from each row's own Key. Under a causal mask that is the last Key the row sees;
+    without a mask, or under one that shows all rows the same last Key, rows own the last Keys in
+    their order; with is_causal the first, as PyTorch has it.
 
     Raises SharpDraftError: no attention module is found or named, one is attached to already, the
     settings have a length or are for another number of layers, or the drafter's configuration says

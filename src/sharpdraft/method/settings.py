@@ -190,11 +190,12 @@ class DraftSettings:
         `window@1024+sharpdraft@512`.
 
         `frozen` is nothing; `sharpdraft` alone is all that the drafter recommends, if that is
-        known.
+        known. A view or a length beside it takes the place of the recommended one.
 
         Raises SharpDraftError for an unknown word, a wrong value, and a part that is named twice.
         """
         found: dict[str, Any] = {}
+        beside: dict[str, Any] = {}
         sinks: int | None = None
         for piece in (piece.strip() for piece in text.split("+")):
             word, at, value = piece.partition("@")
@@ -202,7 +203,9 @@ class DraftSettings:
             if word == FROZEN and not at:
                 own: dict[str, Any] = {}
             elif word == _RECOMMENDED and not at:
-                own = _own_of(recommended, where)
+                if beside:
+                    raise SharpDraftError(f"{where}: named twice")
+                own, beside = {}, _own_of(recommended, where)
             elif word == _SINKS:
                 if sinks is not None:
                     raise SharpDraftError(f"{where}: sinks are named twice")
@@ -216,6 +219,9 @@ class DraftSettings:
             if twice := sorted(set(own) & set(found)):
                 raise SharpDraftError(f"{where}: {twice[0]} is named twice")
             found |= own
+        if "scale" in found and "scale" in beside:
+            raise SharpDraftError(f"'{text}': scale is named twice")
+        found = {**beside, **found}
         if sinks is not None:
             if found.get("view") is None:
                 raise SharpDraftError(

@@ -34,14 +34,23 @@ class KVCache:
         self.capacity = capacity
         self.length = 0
 
-    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put keys/values [batch, kv_heads, rows, head_dim] at `start`; return views of all up to
-        their end."""
+    def at(self, layer: int | slice) -> tuple[Tensor, Tensor]:
+        """Keys and Values of one layer, [batch, kv_heads, capacity, head_dim]; of a slice of
+        layers, for a batch of one, [layers, kv_heads, capacity, head_dim]."""
+        if isinstance(layer, slice):
+            return self.keys[layer, 0], self.values[layer, 0]
+        return self.keys[layer], self.values[layer]
+
+    def write(
+        self, layer: int | slice, start: int, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Put keys and values, of a shape as `at` returns them, into the slots from `start` on;
+        return views of all up to their end."""
         end = start + keys.shape[2]
-        layer_keys, layer_values = self.keys[layer], self.values[layer]
-        layer_keys[:, :, start:end] = keys
-        layer_values[:, :, start:end] = values
-        return layer_keys[:, :, :end], layer_values[:, :, :end]
+        all_keys, all_values = self.at(layer)
+        all_keys[:, :, start:end] = keys
+        all_values[:, :, start:end] = values
+        return all_keys[:, :, :end], all_values[:, :, :end]
 
     def blank(self) -> None:
         """Make numbers of the memory behind the valid Keys, which nobody wrote: for who reads and

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -171,12 +170,8 @@ class RaggedRows(Rows):
 
     def write(self, layer: int | slice, keys: Tensor, values: Tensor) -> None:
         split = keys.split(self.counts, -2), values.split(self.counts, -2)
-        for cache, start, own_keys, own_values in zip(
-            self.caches, self.starts, *split, strict=True
-        ):
-            slots = slice(start, start + own_keys.shape[-2])
-            for memory, own in ((cache.keys, own_keys), (cache.values, own_values)):
-                _of(memory, layer)[..., slots, :] = own
+        for cache, *own in zip(self.caches, self.starts, *split, strict=True):
+            cache.write(layer, *own)
 
     def _gain(self, policies: Sequence[Policy | None], view: View) -> Tensor:
         device = self.cos.device
@@ -224,8 +219,8 @@ class StaticRows(Rows):
         self._hidden: dict[View, Tensor] = {}
 
     def write(self, layer: int | slice, keys: Tensor, values: Tensor) -> None:
-        for memory, own in ((self.cache.keys, keys), (self.cache.values, values)):
-            _of(memory, layer).index_copy_(2, self.at, own.to(memory.dtype))
+        for memory, own in zip(self.cache.at(layer), (keys, values), strict=True):
+            memory.index_copy_(2, self.at, own.to(memory.dtype))
 
     def _gain(self, policies: Sequence[Policy | None], view: View) -> Tensor:
         (policy,) = policies
@@ -258,8 +253,6 @@ class StaticRows(Rows):
 class Ragged:
     """Places rows behind what the caches hold."""
 
-    static: ClassVar[bool] = False
-
     def rows(
         self, caches: Sequence[KVCache], counts: Sequence[int], rotary: Rotary, offset: int = 0
     ) -> RaggedRows:
@@ -271,8 +264,6 @@ class Ragged:
 class Static:
     """Places rows of one request where only the device knows. start: int64 [1]. keys: as in
     `StaticRows`."""
-
-    static: ClassVar[bool] = True
 
     start: Tensor
     keys: int
@@ -286,27 +277,6 @@ class Static:
 
 
 Placement = Ragged | Static
-
-
-def chain_gains(
-    scales: Sequence[Scale | None],
-    starts: Sequence[int],
-    count: int,
-    view: View,
-    device: torch.device,
-) -> Tensor | None:
-    """What `RaggedRows.gains` says of the first layer along chains of `count` rows, one at a time,
-    from each request's start on: float32 [requests, count], or None."""
-    policies = [policy_at(scale, 0) for scale in scales]
-    if all(policy is None for policy in policies):
-        return None
-    # A row that is alone sees nothing behind itself.
-    view = replace(view, causal=True)
-    chains = [
-        _gain(policy, view, start, count, device)
-        for policy, start in zip(policies, starts, strict=True)
-    ]
-    return chains[0][None] if len(chains) == 1 else torch.stack(chains)
 
 
 @lru_cache(maxsize=64)
@@ -338,12 +308,6 @@ def _gain_table(policy: Policy, device: torch.device, size: int) -> Tensor:
 
 # Keys that one thread block of a GPU mixes.
 _CHUNK = 256
-
-
-def _of(memory: Tensor, layer: int | slice) -> Tensor:
-    """One layer of a cache's Keys or Values [batch, kv_heads, capacity, head_dim], or several of a
-    batch of one [layers, kv_heads, capacity, head_dim]."""
-    return memory[layer, 0] if isinstance(layer, slice) else memory[layer]
 
 
 def _float_product(a: Tensor, b: Tensor) -> Tensor:
