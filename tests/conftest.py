@@ -18,11 +18,11 @@ pytest.register_assert_rewrite("support")
 
 @pytest.fixture(scope="session")
 def kernels_built() -> None:
-    """Built, or missed and said so, before a test looks at what is printed."""
-    from sharpdraft.model.kernels import library
+    """Built for this machine, or missed and said so, before a test looks at what is printed."""
+    from sharpdraft.model.kernels.build import library_for
 
-    for lanes in (8, 16):
-        library(lanes)
+    for dim in (8, 16):
+        library_for(dim)
 
 
 @pytest.fixture(scope="session")

@@ -229,7 +229,7 @@ def test_demo_and_bench_of_recorded_sessions(
     monkeypatch.setattr(tasks, "recordings", lambda: sessions)
     monkeypatch.setattr(checkpoints, "built_in_drafter", lambda target: saved.drafter)
     for module in ("demo", "bench"):
-        monkeypatch.setattr(f"sharpdraft.cli.{module}.BUILT_IN", str(saved.target))
+        monkeypatch.setattr(f"sharpdraft.cli.{module}.SMOLLM2", str(saved.target))
     demo = run("demo", "--out", tmp_path / "demo")
     assert demo.code == 0 and "Traceback" not in demo.err
     assert (

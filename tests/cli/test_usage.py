@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from sharpdraft.cli.options import ARM_WORDS, BUILT_IN
-from sharpdraft.hub.smollm2 import SMOLLM2
+from sharpdraft.cli.options import ARM_WORDS
 from sharpdraft.method.settings import known_words
 from support.command import Run
 
@@ -56,7 +55,6 @@ def test_usage_comes_at_once(line: str) -> None:
 def test_what_help_says_without_importing_it_is_so() -> None:
     known = {word.partition("@")[0] for word in known_words()}
     assert {word.partition("@")[0] for word in ARM_WORDS} == known | {"ar"}
-    assert BUILT_IN == SMOLLM2
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from sharpdraft import FixedSlope
@@ -43,6 +44,22 @@ def test_views_change_drafts_and_never_the_text(
         again = [(r.context, r.drafted, r.accepted) for r in replay(session, PROMPT)]
         assert again == rounds[-1]
     assert rounds[0] != rounds[1], "the view must change drafts for this to say anything"
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle3", "pard"])
+def test_mass_is_of_what_a_view_leaves_visible(llama: Tiny, kind: str) -> None:
+    """Of 32 visible Keys the top 32 are all there is; of more they are not."""
+    for view, whole in ((Window(20, 4), True), (Window(40, 4), False)):
+        session = Session(llama.target, drafter_of(kind, llama), DraftSettings(view=view))
+        list(session.generate(llama.text[:PROMPT], 120))
+        found = torch.tensor([])
+
+        def probe(layer: int, mass: Tensor) -> None:
+            nonlocal found
+            found = torch.cat((found, mass.flatten()))
+
+        list(replay(session, PROMPT + 60, probe))
+        assert bool((found > 1 - 1e-5).all()) == whole and bool((found <= 1 + 1e-5).all())
 
 
 @pytest.fixture(params=["eagle3", "pard"])

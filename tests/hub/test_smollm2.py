@@ -13,9 +13,10 @@ from sharpdraft import DraftSettings, FixedSlope
 from sharpdraft.decode.batch import Batch
 from sharpdraft.decode.replay import replay
 from sharpdraft.decode.session import Arm, Session
-from sharpdraft.drafters.registry import load_drafter
+from sharpdraft.drafters.registry import load_drafter, recommended
 from sharpdraft.hub.smollm2 import DRAFTER_FAMILIES, SMOLLM2, built_in_drafter
 from sharpdraft.hub.targets import load_target
+from sharpdraft.lab.backends.vllm import drafts_of
 from sharpdraft.model.causal_lm import CausalLM
 from sharpdraft.workloads.tasks import Recording, built_in, recordings
 
@@ -107,6 +108,17 @@ def test_drafts_are_accepted_within_the_training_length(
         lengths += [done.accepted + 1 for done in replay(session, turn.answer)]
     assert len(lengths) > 50
     assert sum(lengths) / len(lengths) > 1.6
+
+
+def test_vllm_is_told_to_draft_as_many_as_the_labs_loop_does(session: Session) -> None:
+    (drafter,) = session.drafters
+    directory = built_in_drafter(SMOLLM2, drafter)
+    assert directory is not None
+    for settings in (DraftSettings(), recommended(directory)[0]):
+        own = Arm("", drafter, settings)
+        session.use(own)
+        expected = {"dflash": 5, "eagle3": 5, "pard": 3}[drafter]
+        assert drafts_of(own, directory) == session.num_drafts == expected
 
 
 def test_recordings_are_whole_sessions(recording: Recording) -> None:

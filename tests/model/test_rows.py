@@ -17,8 +17,10 @@ from sharpdraft.method.scale import Policy, Scale, policy_at
 from sharpdraft.method.visible import CAUSAL, View
 from sharpdraft.model.cache import KVCache
 from sharpdraft.model.kernels import build
+from sharpdraft.model.placement import Ragged, Static
 from sharpdraft.model.rotary import rotate
-from sharpdraft.model.rows import Ragged, RaggedRows, Static, StaticRows
+from sharpdraft.model.rows import RaggedRows
+from sharpdraft.model.static_rows import StaticRows
 from support.kernels import CAPACITY, WIDTHS, filled, rotary_for, textbook
 
 POLICIES = [None, FixedSlope(33), FixedSlope(100, slope=0.3, max_scale=4.0), Constant(1.3)]
@@ -173,6 +175,28 @@ def test_static_rows_are_ragged_ones(
     for name in ("keys", "values"):
         one, other = (getattr(rows[0].caches[0], name), getattr(rows[1].cache, name))
         torch.testing.assert_close(one[0, ..., :end, :], other[0, ..., :end, :])
+
+
+@pytest.mark.parametrize("view", [View(True, 7, 3), View(True, 65), View(False, 40, 70)])
+@pytest.mark.parametrize("static", [False, True])
+def test_memory_that_no_row_may_see_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, static: bool, view: View
+) -> None:
+    """On the plain path too, where what is not read may hold what is no number."""
+    monkeypatch.setattr(build, "lanes", lambda size: 0)
+    length, count, mixed = 200, 5, []
+    placement = Static(torch.tensor([length]), 256) if static else Ragged()
+    qkv = torch.randn(1, count, 8 * 8)
+    for dirty in (False, True):
+        cache = filled(2, 8, length, 0)
+        cache.blank()
+        sinks, first = view.reach(length)
+        assert (sinks, first) == (view.sinks, length + 1 - (view.window or 0))
+        if dirty:
+            cache.keys[..., sinks:first, :] = cache.values[..., sinks:first, :] = torch.nan
+        rows = placement.rows([cache], [count], rotary_for(8))
+        mixed.append(rows.attention(0, qkv.clone(), 4, 2, view))
+    assert torch.equal(*mixed)
 
 
 def test_placements_place_rows_behind_what_is_cached() -> None:

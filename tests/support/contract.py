@@ -23,7 +23,7 @@ from sharpdraft.method.policies import Constant, FixedSlope, LayerSlopes
 from sharpdraft.method.scale import Scale
 from sharpdraft.method.settings import DraftSettings, Host, Window
 from sharpdraft.model.causal_lm import CausalLM
-from sharpdraft.model.rows import Placement, Ragged, Static
+from sharpdraft.model.placement import Placement, Ragged, Static
 from support.drafters import append, drafter_config, drafter_tensors
 from support.families import DIM, HEADS, KV, eagle_config, eagle_tensors, make_pard
 from support.reference import Gain, Plain, Rule, dflash_logits, eagle3_logits, pard_logits

@@ -15,7 +15,7 @@ from sharpdraft.method.settings import DraftSettings, Window
 from sharpdraft.method.visible import View
 from sharpdraft.model.cache import KVCache
 from sharpdraft.model.causal_lm import CausalLM
-from sharpdraft.model.rows import Placement, Ragged
+from sharpdraft.model.placement import Placement, Ragged
 from support.tiny import BLOCK, POSITIONS, VOCAB
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SharpDraftError
-from .options import BUILT_IN, BenchOptions, taking
+from ..hub.smollm2 import SMOLLM2
+from .options import BenchOptions, taking
 
 if TYPE_CHECKING:
     from ..decode.session import Arm
@@ -75,7 +76,7 @@ class _Work:
 
         prompts = options.prompts
         tasks = from_file(prompts, options.answer_tokens) if prompts else built_in()
-        ours = prompts is None and options.target == BUILT_IN
+        ours = prompts is None and options.target == SMOLLM2
         recorded = recordings()[: options.sessions] if ours else []
         return cls(tasks[: options.sessions], recorded, digest(tasks))
 

@@ -7,8 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from ..hub.smollm2 import SMOLLM2
 from .console import err
-from .options import BUILT_IN, DemoOptions, ModelOptions, taking
+from .options import DemoOptions, ModelOptions, taking
 
 
 @taking(DemoOptions)
@@ -22,15 +23,15 @@ def demo(options: DemoOptions) -> None:
     from .progress import bar
     from .report import Run, report
 
-    models = ModelOptions(target=BUILT_IN)
+    models = ModelOptions(target=SMOLLM2)
     names = ["ar", "frozen", "sharpdraft"]
     drafters = Drafters.find(models, names)
     arms = drafters.arms(names, HOST)
     loaded = Loaded.load(models, drafters)
     recording = recordings()[0]
-    plan = Plan(BUILT_IN, "built-in", arms, arms[1:], masses_every=8)
+    plan = Plan(SMOLLM2, "built-in", arms, arms[1:], masses_every=8)
     err.print(
-        f"[bold]One session of {BUILT_IN}, three ways.[/] '{recording.name}' is a conversation "
+        f"[bold]One session of {SMOLLM2}, three ways.[/] '{recording.name}' is a conversation "
         f"of {len(recording.tokens)} tokens.\nAt {len(plan.edges)} points the next answer is "
         "written by the target alone (AR), with its DFlash drafter, trained on\n512 tokens of "
         "context (Frozen), and with that drafter's Queries scaled by the Keys they see "
@@ -50,7 +51,7 @@ def demo(options: DemoOptions) -> None:
             progress.update(task, description=text)
 
         run_recording(loaded.session, recording, plan, loaded.stop, [], on_row, on_progress)
-    title = f"{BUILT_IN}, session {recording.name}"
+    title = f"{SMOLLM2}, session {recording.name}"
     report(Run(rows, plan, options.out_dir, title), options.as_json)
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SharpDraftError
+from ..hub.smollm2 import SMOLLM2
 from .loading import Drafters, check_arms, names_of
-from .options import BUILT_IN, BenchOptions
+from .options import BenchOptions
 from .progress import bar, resumable
 from .report import Run, report
 
@@ -131,9 +132,9 @@ def _tasks(options: BenchOptions) -> list[Task]:
     from ..workloads.tasks import from_file
 
     if options.prompts is None:
-        if options.target != BUILT_IN:
+        if options.target != SMOLLM2:
             raise SharpDraftError(
-                f"the recorded sessions are those of {BUILT_IN}: give --prompts for another target"
+                f"the recorded sessions are those of {SMOLLM2}: give --prompts for another target"
             )
         return []
     tasks = from_file(options.prompts, options.answer_tokens)

@@ -1,5 +1,5 @@
 """What can be said on a command line. A command takes one options object, a dataclass whose fields
-are its parameters; nothing here or behind it is imported before a command runs but typer."""
+are its parameters; what takes long to import is imported when a command runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-BUILT_IN = "smollm2-135m-instruct"
+from ..hub.smollm2 import SMOLLM2
+
 # What arms are called; a test holds it to the words that settings know, which need torch.
 ARM_WORDS = (
     "ar",
@@ -72,7 +73,7 @@ Temperature = Annotated[float, _option("--temperature", "0: greedy.", least=0)]
 class ModelOptions:
     """Which target and drafters, and how they are held."""
 
-    target: Target = BUILT_IN
+    target: Target = SMOLLM2
     drafter: Annotated[
         str | None,
         _option("--drafter", f"{_DRAFTER}: those built in.", "the DFlash one built in"),
@@ -213,7 +214,7 @@ class TrainOptions:
         Path,
         _option("--out", "Directory of text, checkpoints, log and the finished drafter."),
     ]
-    target: Target = BUILT_IN
+    target: Target = SMOLLM2
     tokens: Annotated[
         int,
         _option("--tokens", "Training text that the target writes first, tokens.", least=1),
@@ -246,7 +247,7 @@ class TrainOptions:
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions:
     out_file: Annotated[Path, _option("--out", "The recording, a safetensors file.")]
-    target: Target = BUILT_IN
+    target: Target = SMOLLM2
     sessions: Sessions = None
     length: Annotated[int, _option("--length", "Length of each session, tokens.", least=64)] = 8192
     device: Device = None

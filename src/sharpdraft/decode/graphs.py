@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..drafters.base import Draft
-from ..model.rows import Static
+from ..model.placement import Static
 from .rounds import Round, Stopwatch
 from .step import Verified, accept, commit, draft, verify
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..drafters.base import Draft, MassProbe
 from ..method.settings import Window
 from ..model.causal_lm import CausalLM
-from ..model.rows import Placement, Ragged, Static
+from ..model.placement import Placement, Ragged, Static
 from .rounds import Round, Stopwatch
 from .sampling import Sampler, broken_logits
 

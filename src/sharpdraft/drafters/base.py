@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..method.settings import DraftSettings
 from ..method.visible import View
-from ..model.rows import Placement
+from ..model.placement import Placement
 
 # Called with the layer's index and the top-k attention mass of its proposal rows, [heads, rows].
 MassProbe = Callable[[int, Tensor], None]

@@ -27,8 +27,9 @@ from ..model.cache import KVCache
 from ..model.causal_lm import CausalLM
 from ..model.config import Config
 from ..model.linear import Linear
+from ..model.placement import Placement
 from ..model.rotary import rotary_of
-from ..model.rows import Placement, Rows
+from ..model.rows import Rows
 from ..model.stack import Layer, Stack
 from .base import Draft, MassProbe, Pick
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
@@ -226,7 +227,7 @@ class DFlash:
 
 def _show(probe: MassProbe, index: int, query: Tensor, keys: Tensor, mask: Tensor | None) -> None:
     """Show a probe the attention mass of all rows but the anchor's, which proposes nothing."""
-    probe(index, attention_mass(query[:, :, 1:], keys, None if mask is None else mask[1:] == 0))
+    probe(index, attention_mass(query[:, :, 1:], keys, None if mask is None else mask[1:]))
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -27,8 +27,9 @@ from ..method.visible import CAUSAL, View
 from ..model.causal_lm import CausalLM
 from ..model.config import Config
 from ..model.linear import Linear
+from ..model.placement import Placement, Static
 from ..model.rotary import rotary_of
-from ..model.rows import Placement, RaggedRows, Rows, Static
+from ..model.rows import RaggedRows, Rows
 from ..model.stack import Layer, Stack
 from .base import Draft, MassProbe, Pick
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write

@@ -25,7 +25,7 @@ from ..method.visible import CAUSAL
 from ..model.cache import KVCache
 from ..model.causal_lm import CausalLM
 from ..model.checkpoint import read_causal_lm
-from ..model.rows import Placement, Static
+from ..model.placement import Placement, Static
 from .base import Draft, MassProbe, Pick
 from .checkpoint import other_target, read_json
 from .registry import drafts_of

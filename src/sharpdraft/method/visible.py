@@ -62,10 +62,20 @@ class View:
         windowed = self.window is not None and context + rows > self.window
         return windowed or (self.causal and rows > 1)
 
-    def sees(self, slots: Tensor, keys: int) -> Tensor:
-        """Which of the Keys in slots 0 to `keys` - 1 the rows in `slots` [rows] see: bool [rows,
-        keys]. Rows that are not causal see each other and nothing behind the last of them."""
-        key, own = torch.arange(keys, device=slots.device)[None], slots[:, None]
+    def reach(self, start: int) -> tuple[int, int]:
+        """What rows from slot `start` on may see: how many of the first Keys, and from which slot
+        on the others; what lies between need not be read."""
+        first = 0 if self.window is None else max(0, start - self.window + 1)
+        return min(self.sinks, first), first
+
+    def sees(self, slots: Tensor, keys: int | Tensor) -> Tensor:
+        """Which Keys the rows in `slots` [rows] see: bool [rows, keys].
+
+        keys: the Keys' own slots, int64 [keys], or a number for those from 0 on. Rows that are not
+        causal see each other and nothing behind the last of them.
+        """
+        key = keys if isinstance(keys, Tensor) else torch.arange(keys, device=slots.device)
+        key, own = key[None], slots[:, None]
         visible = key <= (own if self.causal else own[-1:].expand_as(own))
         if self.window is not None:
             near = (own - key < self.window) & (key - own < self.window)

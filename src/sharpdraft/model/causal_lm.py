@@ -200,5 +200,5 @@ def _show(
     """Show a probe the attention mass of the wanted rows."""
     probe(
         index,
-        attention_mass(query[:, :, wanted], keys, None if mask is None else (mask == 0)[wanted]),
+        attention_mass(query[:, :, wanted], keys, None if mask is None else mask[wanted]),
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import SharpDraftError, one_line
@@ -109,9 +109,7 @@ def read_causal_lm(
             if config.tie_word_embeddings and _HEAD in places:
                 _drop_copy(places, reader)
             return CausalLM(config, reader, weight_dtype=weight_dtype)
-    except (SharpDraftError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SharpDraftError(
             f"the weights in {directory} cannot be read ({one_line(error)}): "
             "they are incomplete or damaged; remove them, then copy or download them again"
@@ -196,6 +194,8 @@ class _Reader:
         places = [self.places[name] for name in names if name in self.places]
         if not places:
             return None
+        if len({place.dtype for place in places}) > 1:
+            return torch.cat([found for name in names if (found := self(name)) is not None])
         stored = _FLOATING[places[0].dtype]
         sizes = [math.prod(place.shape) * stored.itemsize for place in places]
         found = torch.empty(sum(sizes), dtype=torch.uint8)

@@ -7,10 +7,8 @@ same until a cache is compacted. Visibility and counts go by slots (see `method.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -29,7 +27,8 @@ Norms = tuple[Tensor, Tensor, float]
 """Weights of a layer's Query and Key norms [head_dim], and their epsilon."""
 
 Probe = Callable[[Tensor, Tensor, Tensor | None], None]
-"""Shown the Query, Keys and mask of a single request."""
+"""Shown the Query and Keys of a single request, and what is visible: bool [rows, keys], or None
+where all is."""
 
 
 class Rows(ABC):
@@ -192,91 +191,23 @@ class RaggedRows(Rows):
         mixed = []
         parts = (self.caches, self.starts, self._masks_of(view), query.split(self.counts, 2))
         for cache, start, mask, own in zip(*parts, strict=True):
-            end = start + own.shape[2]
-            keys, values = cache.keys[layer][:, :, :end], cache.values[layer][:, :, :end]
+            rows = own.shape[2]
+            keys, values = (memory[:, :, : start + rows] for memory in cache.at(layer))
             if probe is not None:
-                probe(own, keys, mask)
+                probe(own, keys, view.mask(start, rows, keys.device))
+            sinks, first = view.reach(start)
+            if first:
+                keys, values = _without(keys, sinks, first, 2), _without(values, sinks, first, 2)
+                mask = None if mask is None else _without(mask, sinks, first, 1)
             free = 0 if view.window is not None else start
             mixed.append(attend(own.to(keys.dtype), keys, values, mask, free))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)
 
 
-class StaticRows(Rows):
-    """A fixed number of rows of one request in slots, which are their positions, that only the
-    device knows, over a fixed number of Keys of which a mask hides those behind: the same
-    operations on the same memory at every length, as a CUDA graph needs them.
-
-    at: the rows' slots, int64 [rows].
-    """
-
-    def __init__(self, cache: KVCache, start: Tensor, rows: int, keys: int, rotary: Rotary) -> None:
-        """start: slot of the first row, int64 [1]; keys: how many to attend over, at least up to
-        the last row."""
-        self.cache, self.start, self.rows = cache, start, rows
-        self.keys = min(keys, cache.capacity)
-        self.at = start + torch.arange(rows, device=start.device)
-        self.cos, self.sin = rotary.cos[self.at], rotary.sin[self.at]
-        self._hidden: dict[View, Tensor] = {}
-
-    def write(self, layer: int | slice, keys: Tensor, values: Tensor) -> None:
-        for memory, own in zip(self.cache.at(layer), (keys, values), strict=True):
-            memory.index_copy_(2, self.at, own.to(memory.dtype))
-
-    def _gain(self, policies: Sequence[Policy | None], view: View) -> Tensor:
-        (policy,) = policies
-        assert policy is not None
-        return as_gain(policy.gain(view.count(self.start, self.rows)))
-
-    def _hidden_of(self, view: View) -> Tensor:
-        if view not in self._hidden:
-            self._hidden[view] = ~view.sees(self.at, self.keys)
-        return self._hidden[view]
-
-    def _attend(self, layer: int, query: Tensor, view: View, probe: Probe | None) -> Tensor:
-        all_keys = self.cache.keys[layer][0, :, : self.keys]
-        all_values = self.cache.values[layer][0, :, : self.keys]
-        heads, rows, dim = query.shape[1:]
-        kv_heads = len(all_keys)
-        group = heads // kv_heads
-        query = query[0].reshape(kv_heads, group * rows, dim).to(all_keys.dtype)
-        scores = _float_product(query, all_keys.transpose(1, 2)) / math.sqrt(dim)
-        hidden = self._hidden_of(view).repeat(group, 1)
-        shares = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(all_values.dtype)
-        # Few heads would leave most of a GPU idle: the Keys are mixed in chunks, which are then
-        # added up.
-        chunk = _CHUNK if self.keys % _CHUNK == 0 else self.keys
-        chunks = shares.unflatten(-1, (-1, chunk)).transpose(1, 2)
-        mixed = (chunks @ all_values.unflatten(1, (-1, chunk))).float().sum(1)
-        return mixed.view(heads, rows, dim).transpose(0, 1).reshape(1, rows, -1).to(query.dtype)
-
-
-class Ragged:
-    """Places rows behind what the caches hold."""
-
-    def rows(
-        self, caches: Sequence[KVCache], counts: Sequence[int], rotary: Rotary, offset: int = 0
-    ) -> RaggedRows:
-        """So many rows of each request, `offset` slots behind its cache's length."""
-        return RaggedRows(caches, [cache.length + offset for cache in caches], counts, rotary)
-
-
-@dataclass(frozen=True)
-class Static:
-    """Places rows of one request where only the device knows. start: int64 [1]. keys: as in
-    `StaticRows`."""
-
-    start: Tensor
-    keys: int
-
-    def rows(
-        self, caches: Sequence[KVCache], counts: Sequence[int], rotary: Rotary, offset: int = 0
-    ) -> StaticRows:
-        """So many rows of the one request, `offset` slots behind `start`."""
-        (cache,), (count,) = caches, counts
-        return StaticRows(cache, self.start + offset, count, self.keys, rotary)
-
-
-Placement = Ragged | Static
+def _without(x: Tensor, sinks: int, first: int, dim: int) -> Tensor:
+    """x without what lies between the first `sinks` along a dimension and `first`."""
+    rest = x.narrow(dim, first, x.shape[dim] - first)
+    return torch.cat((x.narrow(dim, 0, sinks), rest), dim) if sinks else rest
 
 
 @lru_cache(maxsize=64)
@@ -304,15 +235,3 @@ def _gain(
 def _gain_table(policy: Policy, device: torch.device, size: int) -> Tensor:
     """The gain at 0 to `size` - 1 visible Keys."""
     return as_gain(policy.gain(torch.arange(size))).to(device)
-
-
-# Keys that one thread block of a GPU mixes.
-_CHUNK = 256
-
-
-def _float_product(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product in float32 of operands in any dtype, without copies of them where the device
-    can."""
-    if a.device.type == "cuda" and a.dtype != torch.float32:
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
