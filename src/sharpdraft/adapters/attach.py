@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import SharpDraftError
 from ..method.scale import Policy, Scale, policy_at, scale_queries
-from ..method.settings import DraftSettings, Host
+from ..method.settings import DraftSettings, Host, as_settings
 from ..method.visible import View, visible_keys
 
 ATTACH = Host(
@@ -60,7 +60,7 @@ class Attached:
 
     @settings.setter
     def settings(self, settings: Settings) -> None:
-        new = settings if isinstance(settings, DraftSettings) else DraftSettings(scale=settings)
+        new = as_settings(settings)
         new.check(ATTACH, layers=len(self._layers))
         self._settings = new
         for number, layer in enumerate(self._layers):

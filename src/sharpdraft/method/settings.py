@@ -131,7 +131,8 @@ class DraftSettings:
         for need, part in needs.items():
             if need not in host.provides:
                 said = host.lacks.get(need, f"{host.name} has no {need} to give")
-                raise SharpDraftError(f"{part} ({registry.to_text(getattr(self, part))}): {said}")
+                own = DraftSettings(**{part: getattr(self, part)})
+                raise SharpDraftError(f"{part} ({own.text()}): {said}")
         known = getattr(self.scale, "layers", None)
         if layers is not None and known is not None and known != layers:
             raise SharpDraftError(
