@@ -176,10 +176,9 @@ def test_one_line_for_people(policy, says):
     assert policy.describe() == says
 
 
-def test_another_reference():
-    assert FixedSlope(512, 3).with_reference(700) == FixedSlope(700, 3)
+def test_a_reference_within_the_top_group():
     with pytest.raises(ValueError, match=r"reference \(N0\) must be above top_k"):
-        FixedSlope(512).with_reference(32)
+        FixedSlope(32)
 
 
 def test_reported_settings():

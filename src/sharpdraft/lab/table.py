@@ -35,7 +35,7 @@ def table(cells: Sequence[Cell], edges: Sequence[int], title: str) -> Table:
     }
     shown = Table(title=title, title_justify="left")
     shown.add_column("context")
-    shown.add_column("arm")
+    shown.add_column("arm", overflow="fold")
     for heading in columns:
         shown.add_column(heading, justify="right")
     last = None

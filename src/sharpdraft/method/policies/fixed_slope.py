@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -57,10 +57,6 @@ class FixedSlope:
             raise ValueError(
                 f"max_scale must be at least 1 (1 switches scaling off), got {self.max_scale}"
             )
-
-    def with_reference(self, reference: int) -> FixedSlope:
-        """The same policy with another N0. Raises ValueError as the constructor does."""
-        return replace(self, reference=reference)
 
     def gain(self, keys: Tensor) -> Tensor:
         """Gain `β(N) - 1` for each count.
