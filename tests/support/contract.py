@@ -37,6 +37,9 @@ LENGTHS = (6, 31)
 Both = tuple[Tensor, Tensor]
 """What a host made, and what is right."""
 
+Layers = Sequence[tuple[bool, int | None]]
+"""Of each layer as it is: whether it is causal, and its window."""
+
 
 @dataclass(frozen=True)
 class Example:
@@ -83,8 +86,8 @@ class Case:
     def settings(self, layers: int) -> DraftSettings:
         return DraftSettings(self.example.of(layers), self.view)
 
-    def rules(self, own: Sequence[tuple[bool, int | None]]) -> list[Rule]:
-        """own: what each layer sees as it is, as (causal, window)."""
+    def rules(self, own: Layers) -> list[Rule]:
+        """own: what each layer sees as it is."""
         found = []
         for layer, (causal, window) in enumerate(own):
             sinks = 0
@@ -137,12 +140,10 @@ def lab(family: str, static: bool, target: CausalLM, case: Case) -> list[Both]:
     return found
 
 
-def _dflash(target: CausalLM, case: Case, **changes: Any) -> Any:
+def _dflash(target: CausalLM, case: Case, layers: Layers, **changes: Any) -> Any:
     config = drafter_config(**changes)
     tensors = drafter_tensors(config)
-    window = changes.get("sliding_window")
-    own: list[tuple[bool, int | None]] = [(False, None), (window is not None, window)]
-    plain = Plain(tensors, 6, 3, 8, case.rules(own))
+    plain = Plain(tensors, 6, 3, 8, case.rules(layers))
     embedding, head = target.embedding.double(), target.head.weight.double()
 
     def right(text: list[int], features: Tensor) -> Tensor:
@@ -151,11 +152,13 @@ def _dflash(target: CausalLM, case: Case, **changes: Any) -> Any:
     return DFlash(config, tensors, target), 2, right
 
 
-def _dflash_window(target: CausalLM, case: Case) -> Any:
-    """A layer of the checkpoint has a window of its own, and is causal."""
+def _dflash_window(target: CausalLM, case: Case, causal: bool, window: int) -> Any:
+    """The second layer has a window by its checkpoint."""
     types = ["full_attention", "sliding_attention"]
     own = {"layer_types": types, "use_sliding_window": True, "max_window_layers": 1}
-    return _dflash(target, case, sliding_window=9, **own)
+    own |= {} if causal else {"is_causal": False}
+    layers: Layers = [(False, None), (causal, window)]
+    return _dflash(target, case, layers, sliding_window=window, **own)
 
 
 def _eagle3(target: CausalLM, case: Case) -> Any:
@@ -181,8 +184,9 @@ def _pard(target: CausalLM, case: Case) -> Any:
 
 
 _FAMILIES: dict[str, Callable[[CausalLM, Case], Any]] = {
-    "dflash": _dflash,
-    "dflash, own window": _dflash_window,
+    "dflash": partial(_dflash, layers=[(False, None)] * 2),
+    "dflash, own window": partial(_dflash_window, causal=True, window=9),
+    "dflash, window within the block": partial(_dflash_window, causal=False, window=4),
     "eagle3": _eagle3,
     "pard": _pard,
 }

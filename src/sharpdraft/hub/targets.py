@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,21 +50,18 @@ def load_target(
         dtype = torch.float32
     config = read_config(target_dir(name, files=("config.json",)))
     directory = target_dir(name)
-    _check_tokenizer(directory)
-    with ThreadPoolExecutor(1) as beside:
-        # Its library takes a second to import, in which most of the weights are read.
-        tokenizer = beside.submit(_tokenizer, directory, config)
-        try:
-            target = read_causal_lm(
-                directory, device=where, dtype=dtype, weight_dtype=weight_dtype, rounded=rounded
-            )
-        except torch.OutOfMemoryError as error:
-            raise SharpDraftError(
-                f"'{name}' does not fit into the memory of {where}: use a smaller dtype, another "
-                "device or a smaller model"
-            ) from error
-        target.config = replace(config, eos_token_id=_ends(directory, config))
-        return target, tokenizer.result()
+    tokenizer = _tokenizer(directory, config)
+    try:
+        target = read_causal_lm(
+            directory, device=where, dtype=dtype, weight_dtype=weight_dtype, rounded=rounded
+        )
+    except torch.OutOfMemoryError as error:
+        raise SharpDraftError(
+            f"'{name}' does not fit into the memory of {where}: use a smaller dtype, another "
+            "device or a smaller model"
+        ) from error
+    target.config = replace(config, eos_token_id=_ends(directory, config))
+    return target, tokenizer
 
 
 def load_tokenizer(name: str) -> tuple[Path, Any, int, tuple[int, ...]]:
@@ -74,7 +70,6 @@ def load_tokenizer(name: str) -> tuple[Path, Any, int, tuple[int, ...]]:
     as load_target does."""
     directory = target_dir(name)
     config = read_config(directory)
-    _check_tokenizer(directory)
     ends = stop_tokens(_ends(directory, config))
     return directory, _tokenizer(directory, config), config.max_position_embeddings, ends
 
@@ -98,14 +93,11 @@ def _ends(directory: Path, config: Config) -> int | list[int] | None:
     return config.eos_token_id if ends is None else ends
 
 
-def _check_tokenizer(directory: Path) -> None:
+def _tokenizer(directory: Path, config: Config) -> Any:
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise SharpDraftError(
             f"{directory} holds no tokenizer: copy {_TOKENIZER_FILES[0]} of the model there"
         )
-
-
-def _tokenizer(directory: Path, config: Config) -> Any:
     from .quiet import quiet_transformers
 
     try:

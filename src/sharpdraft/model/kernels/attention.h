@@ -134,7 +134,8 @@ void attend_part(const Attention &own, const Part &part, std::vector<float> &tur
         for (int k = 0; k < BLOCK; k += W)
             for (int64_t d = 0; d < dim; d += W)
                 transpose(key + k * dim + d, keys - k, dim, turned.data() + d * BLOCK + k, BLOCK);
-        const Block block{request, own.view, dim, first, keys, turned.data(), value};
+        const bool whole = keys == BLOCK && own.view.whole(request, first, first + BLOCK);
+        const Block block{request, own.view, dim, first, keys, whole, turned.data(), value};
         // The next block is fetched bit by bit while the tiles of this one are worked on: all at
         // once would only queue.
         const bool more = first + 2 * BLOCK <= part.to;

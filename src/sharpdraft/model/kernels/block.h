@@ -19,12 +19,13 @@ struct Ahead {
     int64_t lines;
 };
 
-// Keys of a request from slot `first` on, at most BLOCK of them. turned: Keys [dim, BLOCK], zeros
-// behind the last; values [keys, dim].
+// Keys of a request from slot `first` on, at most BLOCK of them. whole: there are BLOCK, and every
+// row sees them all. turned: Keys [dim, BLOCK], zeros behind the last; values [keys, dim].
 struct Block {
     const Request &request;
     View view;
     int64_t dim, first, keys;
+    bool whole;
     const float *turned, *values;
 };
 
@@ -91,7 +92,7 @@ template <int Q> void attend_block(const Block &block, const Tile &tile, Ahead a
                                            nullptr, ahead, score);
     for (int q = 0; q < Q; q++) {
         float *own = score + q * BLOCK;
-        hide(block, tile.row + q, own);
+        if (!block.whole) hide(block, tile.row + q, own);
         Vec high = load(own);
         for (int i = W; i < BLOCK; i += W) high = larger(high, load(own + i));
         float now = std::max(tile.top[q], highest(high));

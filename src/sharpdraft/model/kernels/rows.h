@@ -25,6 +25,10 @@ struct View {
         if (causal) return slot + 1;
         return window ? std::min(length, slot + window) : length;
     }
+    // Whether every row of a request sees all Keys in the slots from `first` up to `end`.
+    bool whole(const Request &request, int64_t first, int64_t end) const {
+        return end <= to(request.start, request.length()) && first >= from(request.length() - 1);
+    }
     // The end of the sinks that a row sees.
     int64_t sunk(int64_t slot, int64_t length) const {
         return std::min(sinks, causal ? slot + 1 : length);
