@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 if TYPE_CHECKING:
     from support.checkpoints import Checkpoints
@@ -14,6 +15,16 @@ if TYPE_CHECKING:
 
 
 pytest.register_assert_rewrite("support")
+_CORES = torch.get_num_threads()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tiny models have nothing to share out among threads, which then wait for each other: ten
+    times as long on a machine that is busy otherwise. The kernels' own room and SmolLM2 use all
+    cores."""
+    whole = item.get_closest_marker("model") or item.path.parent.name == "model"
+    torch.set_num_threads(_CORES if whole else 1)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from support.command import Run, check_one_line
     ("options", "message"),
     [
         (("--arms", "ar,froze"), "arm 'froze': unknown"),
-        (("--arms", "ar,sinks@4+window@64"), "arm 'sinks@4+window@64': view (window@64"),
+        (("--arms", "ar,sinks@4+window@64"), "arm 'sinks@4+window@64': view (sinks@4+window@64)"),
         (("--arms", "ar,sinks@4+window@64"), "vLLM's attention backends cannot keep the first"),
         (("--arms", "ar,window@4"), "its own block of 6"),
         (("--arms", "window@64", "--drafts", 64), "its own block of 65"),
