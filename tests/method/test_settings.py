@@ -119,6 +119,8 @@ def test_what_a_drafter_recommends() -> None:
     ]:
         with pytest.raises(SharpDraftError, match=says):
             DraftSettings.parse(text, own)
+    with pytest.raises(SharpDraftError, match="named twice"):
+        DraftSettings.parse("sharpdraft+sharpdraft", DraftSettings())
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ class DraftSettings:
         Raises SharpDraftError for an unknown word, a wrong value, and a part that is named twice.
         """
         found: dict[str, Any] = {}
-        beside: dict[str, Any] = {}
+        beside: dict[str, Any] | None = None
         sinks: int | None = None
         for piece in (piece.strip() for piece in text.split("+")):
             word, at, value = piece.partition("@")
@@ -204,7 +204,7 @@ class DraftSettings:
             if word == FROZEN and not at:
                 own: dict[str, Any] = {}
             elif word == _RECOMMENDED and not at:
-                if beside:
+                if beside is not None:
                     raise SharpDraftError(f"{where}: named twice")
                 own, beside = {}, _own_of(recommended, where)
             elif word == _SINKS:
@@ -220,9 +220,10 @@ class DraftSettings:
             if twice := sorted(set(own) & set(found)):
                 raise SharpDraftError(f"{where}: {twice[0]} is named twice")
             found |= own
+        beside = beside or {}
         if "scale" in found and "scale" in beside:
             raise SharpDraftError(f"'{text}': scale is named twice")
-        found = {**beside, **found}
+        found = beside | found
         if sinks is not None:
             if found.get("view") is None:
                 raise SharpDraftError(
