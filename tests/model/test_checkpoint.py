@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,42 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
-from sharpdraft.errors import SharpDraftError
+from sharpdraft.errors import SharpDraftError, SharpDraftNote
 from sharpdraft.model.causal_lm import CausalLM
 from sharpdraft.model.checkpoint import read_causal_lm, read_config, tensor_shapes
+from sharpdraft.model.keys import Keys
+from support.layouts import CPU, YARN, check_equal, edit, make
 
-CPU = torch.device("cpu")
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 # What published checkpoints of each family differ in.
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"tie_word_embeddings": True}),
@@ -57,38 +27,6 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
     ("qwen3", {"head_dim": 8, "attention_bias": True, "rope_parameters": YARN}),
 ]
-
-
-def make(family: str, **changes: Any) -> Any:
-    """A random model; norms and biases too, where leaving one out would otherwise not show."""
-    config, model_class = FAMILIES[family]
-    torch.manual_seed(0)
-    model = model_class(config(**SIZES | changes)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model
-
-
-def edit(directory: Path, **changes: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-@torch.no_grad()
-def check_equal(directory: Path, **how: Any) -> CausalLM:
-    """What is read has the logits of what transformers reads."""
-    dtype = how.get("dtype")
-    expected = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype or "auto")
-    found = read_causal_lm(directory, device=CPU, **how)
-    assert found.dtype == expected.dtype
-    ids = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(1))
-    close = 1e-4 if found.dtype == torch.float32 else 0.15
-    torch.testing.assert_close(
-        found.forward(ids, found.new_cache(48))[0], expected(ids).logits, rtol=close, atol=close
-    )
-    return found
 
 
 @pytest.mark.parametrize("shard", [None, "20KB"])
@@ -226,6 +164,9 @@ def test_names_of_a_whole_checkpoint(tmp_path: Path) -> None:
         ({"model.layers.2.mlp.up_proj.weight": torch.ones(1)}, "do not belong to its config.json"),
         ({"model.norm.weight": torch.ones(32, dtype=torch.int8)}, "holds weights of dtype I8"),
         ({"lm_head.weight": torch.ones(97, 32)}, "do not belong to its config.json: see lm_head"),
+        ({"value_head.weight": torch.ones(1, 32)}, "to its config.json: see value_head.weight"),
+        ({"target_proj.weight": torch.ones(32, 32)}, "to its config.json: see target_proj.weight"),
+        ({"model.norm.bias": torch.ones(32)}, "to its config.json: see model.norm.bias"),
     ],
 )
 def test_weights_that_do_not_fit(change: dict[str, Tensor], said: str, tmp_path: Path) -> None:
@@ -236,15 +177,46 @@ def test_weights_that_do_not_fit(change: dict[str, Tensor], said: str, tmp_path:
         read_causal_lm(tmp_path, device=CPU)
 
 
-def test_tensors_that_mean_nothing_to_us_are_passed_over(tmp_path: Path) -> None:
-    make("llama").save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    more = {
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
-        "value_head.weight": torch.ones(1, 32),
-    }
-    save_file(load_file(path) | more, path, {"format": "pt"})
-    read_causal_lm(tmp_path, device=CPU)
+def test_where_it_was_read_from(tmp_path: Path) -> None:
+    model = make("llama")
+    model.save_pretrained(tmp_path)
+    assert read_causal_lm(tmp_path, device=CPU).directory == tmp_path
+    assert CausalLM.of(model).directory is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "the drafter in .* holds quantised"),
+        ({"compression_config": {"bits": 4}}, "the drafter in .* holds quantised weights"),
+        ({"quantization": {"bits": 4}}, "the drafter in .* holds quantised weights"),
+        ({"hidden_act": "gelu"}, "the drafter in .* uses the activation 'gelu'"),
+        ({"model_type": "mistral"}, "the drafter in .*'mistral', .* not supported as drafter"),
+        ({"logit_scale": 2.0}, "the drafter's .*config.json: logit_scale is 2.0, which is not"),
+        ({"my_kind": "b"}, "the drafter's .*my_kind is 'b', which is not supported; .* 'a'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "the drafter in .*: rotary .* 'dynamic'"),
+        (
+            {"layer_types": ["sliding_attention"] * 2},
+            "the drafter in .* uses sliding-window .* not supported in a drafter",
+        ),
+    ],
+)
+def test_messages_say_whose_checkpoint_it_is(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    make("qwen3").save_pretrained(tmp_path)
+    edit(tmp_path, **changes)
+    with pytest.raises(SharpDraftError, match=said):
+        read_config(tmp_path, extra=Keys.of(my_kind=("a",)), role="drafter")
+
+
+def test_keys_that_nobody_knows_are_noted_once(tmp_path: Path) -> None:
+    make("qwen3").save_pretrained(tmp_path)
+    edit(tmp_path, zeta_scale=2, alpha_scale=3, spd_type="x", beta_scale=None, use_qk_norm=True)
+    with pytest.warns(SharpDraftNote) as caught:
+        read_causal_lm(tmp_path, device=CPU, extra=Keys.of(idle="spd_type"))
+    (only,) = caught
+    assert "config.json: not known here and left out: alpha_scale, zeta_scale;" in str(only.message)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {"a": "absent.safetensors"}}'])
@@ -261,3 +233,10 @@ def test_an_architecture_that_has_no_forward() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9))
     with pytest.raises(SharpDraftError, match="'gpt2' is not supported; supported: llama, qwen2"):
         CausalLM.of(model)
+
+
+def test_weights_are_called_the_drafters(tmp_path: Path) -> None:
+    make("qwen3").save_pretrained(tmp_path)
+    edit(tmp_path, num_hidden_layers=1, layer_types=None)
+    with pytest.raises(SharpDraftError, match=r"the weights of the drafter in .* do not belong"):
+        read_causal_lm(tmp_path, device=CPU, role="drafter")

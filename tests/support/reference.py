@@ -55,7 +55,14 @@ class Rule:
 
 
 class Plain:
-    """A drafter's weights, and its layers run plainly on them."""
+    """A drafter's weights, and its layers run plainly on them.
+
+    rotary_dim: how many dimensions of a head turn, None for all. interleaved: whether neighbours
+    turn together.
+    """
+
+    rotary_dim: int | None = None
+    interleaved = False
 
     def __init__(
         self, tensors: Mapping[str, Tensor], heads: int, kv_heads: int, dim: int, rules: list[Rule]
@@ -68,7 +75,8 @@ class Plain:
         return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * self.w[f"{name}.weight"]
 
     def project(self, x: Tensor, name: str) -> Tensor:
-        return x @ self.w[f"{name}.weight"].T
+        out = x @ self.w[f"{name}.weight"].T
+        return out + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else out
 
     def split(self, x: Tensor, name: str, heads: int, turn: Sequence[int] | None) -> Tensor:
         """A projection of x [rows, size] in heads, [heads, rows, dim], normed where there is a
@@ -78,12 +86,19 @@ class Plain:
             out = self.norm(out, f"{name}_norm")
         if turn is None:
             return out
-        half = self.dim // 2
-        speed = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-        angle = torch.tensor(turn, dtype=torch.float64)[:, None] * speed
-        a, b = out[..., :half], out[..., half:]
-        cos, sin = angle.cos(), angle.sin()
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        return self.turned(out, turn)
+
+    def turned(self, x: Tensor, turn: Sequence[int]) -> Tensor:
+        """x [heads, rows, dim] rotated to positions, pair of dimensions by pair."""
+        part = self.rotary_dim or self.dim
+        at, out = torch.tensor(turn, dtype=torch.float64), x.clone()
+        for pair in range(part // 2):
+            one, other = (2 * pair, 2 * pair + 1) if self.interleaved else (pair, pair + part // 2)
+            angle = at * 10_000.0 ** (-2 * pair / part)
+            a, b = x[..., one], x[..., other]
+            out[..., one] = a * angle.cos() - b * angle.sin()
+            out[..., other] = b * angle.cos() + a * angle.sin()
+        return out
 
     def keys(self, x: Tensor, attn: str, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
         return (
@@ -153,11 +168,16 @@ def eagle3_logits(
     return torch.stack(found)
 
 
-def pard_logits(plain: Plain, tokens: Sequence[int], mask: int, n: int) -> Tensor:
-    """Logits of `n` drafts behind the last token, in one pass over everything: [n, vocab]."""
-    x = plain.w["embed_tokens.weight"][[*tokens] + [mask] * (n - 1)]
+def lm_logits(plain: Plain, tokens: Sequence[int]) -> Tensor:
+    """Logits behind each token of a causal LM: [tokens, vocab]."""
+    x = plain.w["embed_tokens.weight"][[*tokens]]
     for number in range(len(plain.rules)):
         prefix = f"layers.{number}"
         row = plain.norm(x, f"{prefix}.input_layernorm")
         x = plain.layer(number, prefix, x, range(len(x)), row)
-    return plain.norm(x, "norm")[-n:] @ plain.w["lm_head.weight"].T
+    return plain.norm(x, "norm") @ plain.w["lm_head.weight"].T
+
+
+def pard_logits(plain: Plain, tokens: Sequence[int], mask: int, n: int) -> Tensor:
+    """Logits of `n` drafts behind the last token, in one pass over everything: [n, vocab]."""
+    return lm_logits(plain, [*tokens] + [mask] * (n - 1))[-n:]

@@ -15,6 +15,11 @@ class KVCache:
 
     `length` is the number of Keys that every row of the batch holds. Setting it to a smaller number
     rolls back: what lies beyond is overwritten by the next write.
+
+    `limit` is that of the rotary positions that the Keys are turned to (see `Rotary`). `since` is
+    then the first position that is turned as in a longer text: where such a text began to be read,
+    and behind the limit all are. None: nobody says what is read together, and each pass is by
+    itself.
     """
 
     def __init__(
@@ -27,12 +32,29 @@ class KVCache:
         batch: int = 1,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        limit: int | None = None,
     ) -> None:
         shape = (layers, batch, kv_heads, capacity, head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.capacity = capacity
         self.length = 0
+        self.limit = limit
+        self.since: int | None = None
+
+    def reads(self, start: int, end: int) -> None:
+        """The text from position `start` up to `end` is known before any of it is read."""
+        if self.limit is not None:
+            since = self.limit if self.since is None else self.since
+            self.since = min(since, start) if end > self.limit else since
+
+    def rewind(self, length: int) -> None:
+        """Roll back to a text of `length` tokens, of which the last is to be read again, and all
+        those that were turned as in a longer text than it now is."""
+        kept = max(length - 1, 0)
+        if self.limit is not None and self.since is not None and length <= self.limit:
+            kept, self.since = min(kept, self.since), self.limit
+        self.length = min(self.length, kept)
 
     def at(self, layer: int | slice) -> tuple[Tensor, Tensor]:
         """Keys and Values of one layer, [batch, kv_heads, capacity, head_dim]; of a slice of

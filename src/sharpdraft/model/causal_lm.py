@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +23,19 @@ from ..method.visible import CAUSAL
 from .cache import KVCache
 from .config import ARCHITECTURES, Config
 from .linear import Linear
-from .rotary import rotary_of
+from .rotary import head_order, in_order, rotary_of
 from .rows import RaggedRows, Rows
 from .stack import Layer, Stack
 
 
 class CausalLM:
     """The target model. Shapes: batch rows stand at the same positions; hidden states are [batch,
-    rows, hidden]."""
+    rows, hidden].
+
+    directory: where it was read from, None for one that was made otherwise.
+    """
+
+    directory: Path | None = None
 
     def __init__(
         self,
@@ -52,10 +58,17 @@ class CausalLM:
             assert found is not None, names
             return found
 
-        def linear(*names: str) -> Linear:
+        def linear(*names: str, heads: int = 0) -> Linear:
             weight = whole(*(f"{name}.weight" for name in names)).to(self.weight_dtype)
             bias = read(*(f"{name}.bias" for name in names))
-            return Linear(weight, None if bias is None else bias.to(self.weight_dtype))
+            return Linear(
+                in_order(weight, order, heads),
+                None if bias is None else in_order(bias.to(self.weight_dtype), order, heads),
+            )
+
+        def head_norm(name: str) -> Tensor | None:
+            weight = read(name)
+            return None if weight is None else in_order(weight, order, 1)
 
         self.config = config
         self.vocab_size: int = config.vocab_size
@@ -69,15 +82,16 @@ class CausalLM:
         self.embedding = whole("model.embed_tokens.weight")
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.weight_dtype = weight_dtype or self.dtype
+        order, turned = head_order(config), self.heads + self.kv_heads
         layers = []
         for at in (f"model.layers.{index}" for index in range(self.num_layers)):
             attn, mlp = f"{at}.self_attn", f"{at}.mlp"
             layers.append(
                 Layer(
                     attn_norm=whole(f"{at}.input_layernorm.weight"),
-                    qkv=linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
-                    q_norm=read(f"{attn}.q_norm.weight"),
-                    k_norm=read(f"{attn}.k_norm.weight"),
+                    qkv=linear(*(f"{attn}.{name}_proj" for name in "qkv"), heads=turned),
+                    q_norm=head_norm(f"{attn}.q_norm.weight"),
+                    k_norm=head_norm(f"{attn}.k_norm.weight"),
                     out=linear(f"{attn}.o_proj"),
                     mlp_norm=whole(f"{at}.post_attention_layernorm.weight"),
                     gate_up=linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
@@ -123,6 +137,7 @@ class CausalLM:
             batch=batch,
             dtype=dtype or self.dtype,
             device=self.device,
+            limit=self.rotary.limit,
         )
 
     @torch.inference_mode()

@@ -138,7 +138,7 @@ class RaggedRows(Rows):
             raise SharpDraftError("a pass needs a row of every request")
         self.caches, self.starts, self.counts = list(caches), list(starts), list(counts)
         self.positions = self.starts if positions is None else list(positions)
-        known = len(rotary.cos)
+        known = rotary.positions
         for cache, start, at, count in zip(
             caches, self.starts, self.positions, self.counts, strict=True
         ):
@@ -147,14 +147,16 @@ class RaggedRows(Rows):
                     raise SharpDraftError(
                         f"context full: {first} + {count} tokens do not fit into {room}"
                     )
-        spans = zip(self.positions, self.counts, strict=True)
-        if len(self.counts) == 1:
-            ((at, count),) = spans
-            span: slice | Tensor = slice(at, at + count)
+        spans = zip(self.positions, self.counts, self.caches, strict=True)
+        if len(self.counts) == 1 or rotary.limit is not None:
+            turns = [rotary.at(at, count, cache.since) for at, count, cache in spans]
+            self.cos, self.sin = (
+                turns[0] if len(turns) == 1 else map(torch.cat, zip(*turns, strict=True))
+            )
         else:
-            span = torch.cat([torch.arange(at, at + count) for at, count in spans])
+            span = torch.cat([torch.arange(at, at + count) for at, count, _ in spans])
             span = span.to(rotary.cos.device)
-        self.cos, self.sin = rotary.cos[span], rotary.sin[span]
+            self.cos, self.sin = rotary.cos[span], rotary.sin[span]
         self._masks: dict[View, list[Tensor | None]] = {}
         self._requests = kernels.requests(self.caches, self.starts, self.counts)
 

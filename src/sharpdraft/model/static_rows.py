@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..errors import SharpDraftError
 from ..method.scale import Policy, as_gain
 from ..method.visible import View
 from .cache import KVCache
@@ -28,7 +29,15 @@ class StaticRows(Rows):
 
     def __init__(self, cache: KVCache, start: Tensor, rows: int, keys: int, rotary: Rotary) -> None:
         """start: slot of the first row, int64 [1]; keys: how many to attend over, at least up to
-        the last row."""
+        the last row.
+
+        Raises SharpDraftError for rotary positions that change with the length of a text, which
+        the host alone knows.
+        """
+        if rotary.limit is not None:
+            raise SharpDraftError(
+                "rotary positions of type 'longrope' have no static rows: use Ragged ones"
+            )
         self.cache, self.start, self.rows = cache, start, rows
         self.keys = min(keys, cache.capacity)
         self.at = start + torch.arange(rows, device=start.device)
