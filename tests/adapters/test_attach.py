@@ -126,8 +126,10 @@ def test_refusals() -> None:
     ):
         module[0](torch.ones(1, 1, 2), torch.ones(1, 3, 2))
     own = Own()
-    with attach(own, LOW), pytest.raises(SharpDraftError, match="first has a forward of its own"):
+    with attach(own, LOW), pytest.raises(SharpDraftError, match="first is attached to already"):
         attach(own, LOW)
+    with pytest.raises(SharpDraftError, match=r"second\.core is part of another module"):
+        attach(own, LOW, attention=["second", "second.core"])
     model = make_model("llama")
     model.set_attn_implementation("eager")
     with pytest.raises(SharpDraftError, match='"eager", which shows no mask'):

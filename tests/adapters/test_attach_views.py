@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,17 +16,10 @@ from sharpdraft import Constant, FixedSlope, SharpDraftError, scale_queries
 from sharpdraft.adapters.attach import attach
 from sharpdraft.method.policies import LayerSlopes
 from sharpdraft.method.settings import DraftSettings, FixedLength, Window
+from support.attention import Attention
+from support.tiny import make_model
 
 LOW = FixedSlope(9, slope=0.7, top_k=4, max_scale=8.0)
-
-
-class Attention(nn.Module):
-    """Returns what weight each row gives to each Key, as the values are an identity."""
-
-    def forward(self, query: Tensor, key: Tensor, **how: Any) -> Tensor:
-        keys = key.shape[-2]
-        value = torch.eye(keys).expand(*key.shape[:-2], keys, keys)
-        return F.scaled_dot_product_attention(query, key, value, **how)
 
 
 class Counting:
@@ -86,10 +77,12 @@ def test_a_window_narrows_the_mask_that_is_given(
     query = torch.randn(2, 3, rows, 4, generator=rng)
     key = torch.randn(2, 3, total, 4, generator=rng)
     expected = mask.clone()
-    for row in range(rows):
-        for slot in range(total):
-            if abs(context + row - slot) >= keys and slot >= sinks:
-                expected[:, row, slot] = False
+    for request in range(2):
+        for row in range(rows):
+            first = mask[request, row].nonzero()[:, 0].tolist()[:sinks]
+            for slot in range(total):
+                if abs(context + row - slot) >= keys and slot not in first:
+                    expected[request, row, slot] = False
     used = mask[:, None]
     if given_as != "bool":
         low = -torch.inf if given_as == "float" else torch.finfo(torch.float32).min
@@ -105,6 +98,35 @@ def test_a_window_narrows_the_mask_that_is_given(
         query, key, torch.eye(total).expand(2, 3, total, total), expected[:, None]
     )
     assert torch.allclose(weights, plain, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_a_padded_batch_sees_what_each_request_sees_alone(family: str, sinks: int) -> None:
+    """Sinks are the first Keys of a request, not its padding: logits of a batch with padding on the
+    left, whole and one token more, against those of each request alone."""
+    model = make_model(family)
+    texts = [[5, 9, 3, 17, 40, 2, 33, 8, 21, 60, 11, 7], [44, 12, 6, 19, 30, 1, 25]]
+    settings = DraftSettings(LOW, Window(4, sinks))
+    longest = max(map(len, texts))
+    ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (longest - len(t)) + [1] * len(t) for t in texts])
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    with attach(model, settings), torch.no_grad():
+        alone = [model(torch.tensor([text])).logits[0] for text in texts]
+        batch = model(ids, attention_mask=mask, position_ids=places, use_cache=True)
+        step = torch.tensor([[13], [14]])
+        longer = [model(torch.tensor([[*t, 13 + i]])).logits[0, -1] for i, t in enumerate(texts)]
+        grown = torch.cat((mask, torch.ones(2, 1, dtype=mask.dtype)), -1)
+        next_ = model(
+            step,
+            attention_mask=grown,
+            position_ids=places[:, -1:] + 1,
+            **{name: batch[name] for name in batch if name != "logits"},  # its cache
+        ).logits[:, -1]
+    for row, logits in enumerate(alone):
+        torch.testing.assert_close(batch.logits[row, -len(logits) :], logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(next_, torch.stack(longer), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("keys", [3, 8, 40])
@@ -183,60 +205,6 @@ def test_what_attach_cannot_do_is_refused_by_name() -> None:
     assert not any("forward" in vars(m) for m in module)
     with attach(module, None) as handle, pytest.raises(SharpDraftError, match="for 1 layers"):
         handle.settings = LayerSlopes(9, (1.0,), top_k=4)
-
-
-# What others do to a module
-
-
-def by_others(module: nn.Module) -> Any:
-    """A forward on the instance that knows its module, as accelerate puts there."""
-
-    def new_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        module.hooked += 1
-        return module.forward_before(*args, **kwargs)
-
-    module.hooked, module.forward_before = 0, module.forward
-    module.forward = partial(new_forward, module)
-    return module
-
-
-class Projected(Attention):
-    """One whose output tells which weights it ran with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, query: Tensor, key: Tensor, **how: Any) -> Tensor:
-        return self.weight * super().forward(query, key, **how)
-
-
-@pytest.mark.parametrize("hooked", ["before", "behind", "not"])
-def test_deep_copies_run_on_their_own_weights(hooked: str) -> None:
-    module = nn.Sequential(Projected())
-    query, key = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 12, 4)
-    plain = module[0](query, key)
-    if hooked == "before":
-        by_others(module[0])
-    handle = attach(module, Constant(3.0), attention=["0"])
-    if hooked == "behind":
-        by_others(module[0])
-    scaled = module[0](query, key)
-    assert not torch.equal(scaled, plain)
-    copied = copy.deepcopy(module)
-    with torch.no_grad():
-        copied[0].weight.fill_(2.0)
-    assert torch.equal(copied[0](query, key), 2 * scaled)
-    assert torch.equal(module[0](query, key), scaled)
-    handle.detach()
-    assert torch.equal(module[0](query, key), plain)
-    assert torch.equal(copied[0](query, key), 2 * plain)
-    if hooked == "not":
-        assert "forward" not in vars(module[0])
-    else:
-        assert module[0].hooked == 3 and copied[0].hooked == 3
-    with attach(module, Constant(3.0), attention=["0"]):
-        assert torch.equal(module[0](query, key), scaled)
 
 
 def test_a_pass_that_fails_leaves_attention_elsewhere_as_it_was() -> None:
