@@ -68,7 +68,6 @@ def error_of(folder: Path, target: CausalLM) -> str:
     ("changes", "message"),
     [
         ({"hidden_size": 48}, "its hidden size is 48, the target's 32"),
-        ({"vocab_size": 65}, "its vocabulary size is 65, the target's 64"),
         ({"vocab_size": None}, "config.json is not one of a DFlash checkpoint"),
         ({"num_target_layers": 36}, "its number of target layers is 36, the target's 4"),
         (
@@ -80,15 +79,13 @@ def error_of(folder: Path, target: CausalLM) -> str:
         ({"mask_token_id": -1}, "its mask token id is -1"),
         (
             {"mask_token_id": None},
-            "no integer dflash_config.mask_token_id: is it a DFlash checkpoint?",
+            "no integer mask_token_id",
         ),
         (
             {"target_layer_ids": None},
             "no dflash_config.target_layer_ids: is it a DFlash checkpoint?",
         ),
         ({"block_size": 1}, "block_size is 1: a block needs at least 2 tokens"),
-        ({"architectures": ["LlamaForCausalLM"]}, "holds LlamaForCausalLM, not DFlashDraftModel"),
-        ({"architectures": None}, "holds no named architecture, not DFlashDraftModel"),
         (
             {"layer_types": [SLIDING, FULL]},
             "sliding-window layers but its config gives no sliding_window",

@@ -158,7 +158,6 @@ def test_eagle_layouts(llama: Tiny, tmp_path: Path, layout: str) -> None:
 
 EAGLE_ERRORS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
     "hidden size": (lambda c, t: c.update(hidden_size=64), "hidden size is 64"),
-    "vocabulary": (lambda c, t: c.update(vocab_size=99), "vocabulary size is 99"),
     "layers read": (
         lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]),
         "outputs of layers",
@@ -174,14 +173,14 @@ EAGLE_ERRORS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any]
     ),
     "shape": (lambda c, t: t.update({"fc.weight": torch.ones(SIZE, SIZE)}), "fc.weight has shape"),
     "unknown": (
-        lambda c, t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)}),
+        lambda c, t: t.update({"midlayer.self_attn.sinks": torch.ones(4)}),
         "does not know, first",
     ),
     "map": (
         lambda c, t: (c.update(draft_vocab_size=VOCAB - 1), t.update(_map())),
         "outside the target's vocabulary",
     ),
-    "no map": (lambda c, t: c.update(draft_vocab_size=VOCAB - 1), "lacks"),
+    "no map": (lambda c, t: c.update(draft_vocab_size=VOCAB - 1), "has no d2t"),
     "nonsense": (
         lambda c, t: c.update(num_attention_heads="many"),
         "not one of an EAGLE-3 checkpoint",

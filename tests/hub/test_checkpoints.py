@@ -55,3 +55,22 @@ def test_hub_weights_are_not_fetched_for_an_unknown_architecture(
     asked.clear()
     load_error("some/model")
     assert asked == [["config.json"]]
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_pickled_weights_are_fetched_where_there_are_no_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, safe: bool
+) -> None:
+    asked = []
+
+    def download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
+        asked.append(allow_patterns)
+        if safe:
+            (tmp_path / "model.safetensors").touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert checkpoint_dir("some/model") == tmp_path
+    assert asked[1:] == ([] if safe else [["pytorch_model*.bin"]])
+    checkpoint_dir("some/model", files=("config.json",))
+    assert asked[-1] == ["config.json"]

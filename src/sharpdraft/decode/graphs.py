@@ -43,12 +43,14 @@ class StaticRounds:
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def fits(self, limit: int) -> bool:
-        """Whether the next round can be one: greedy, with all its drafts and room for them."""
+        """Whether the next round can be one: greedy, with all its drafts and room for them, and
+        rotary positions that do not change with the length of the text."""
         session = self.session
         start, rows = len(session.tokens) - 1, session.num_drafts + 1
-        room = session.cache.capacity
-        if session.drafter is not None:
-            room = min(room, session.drafts.capacity)
+        caches = [session.cache] if session.drafter is None else [session.cache, session.drafts]
+        if any(cache.limit is not None for cache in caches):
+            return False
+        room = min(cache.capacity for cache in caches)
         return session.sampler.greedy and rows <= min(limit, start) and start + rows <= room
 
     @torch.inference_mode()
@@ -61,7 +63,6 @@ class StaticRounds:
         session = self.session
         start, anchor = len(session.tokens) - 1, session.tokens[-1]
         session.read_up()
-        clock = Stopwatch(self.device)
         keys = _FEWEST_KEYS
         while keys < start + session.num_drafts + 1:
             keys *= 2
@@ -73,6 +74,7 @@ class StaticRounds:
                 self.passes[kind] = self._prepare(keys, start, anchor)
             self._load(start, anchor)
         passes = self.passes[kind]
+        clock = Stopwatch(self.device)
         # Should anything go wrong, the device is no longer where it was.
         self.at, self.kind = None, kind
         passes.draft()

@@ -26,7 +26,7 @@ def replay(session: Session, start: int, probe: MassProbe | None = None) -> Iter
     numbers = torch.ones((), dtype=torch.bool, device=device)
     while (left := len(tokens) - 1 - start) > 0:
         clock, anchor = Stopwatch(device), ids[start : start + 1]
-        count = min(session.num_drafts, left - 1)
+        count = min(session.drafts_behind(start + 1), left - 1)
         # The drafts' Keys are written where the known text's are, and those are needed again.
         with session.drafts.borrowed(start, count + 1):
             drafts = draft(RAGGED, [session], anchor, [count], probe)

@@ -124,6 +124,13 @@ class Session:
         """Tokens that are drafted in a round; 0 for AR."""
         return 0 if self.drafter is None else self.settings.drafts or self.drafter.num_drafts
 
+    def drafts_behind(self, length: int) -> int:
+        """Tokens that are drafted behind the first `length` ones: fewer than `num_drafts` where the
+        drafter has fewer positions left, and none behind its last."""
+        if self.drafter is None:
+            return 0
+        return max(min(self.num_drafts, self.drafts.capacity - (length - 1)), 0)
+
     @property
     def in_use(self) -> Drafter[Any]:
         """The drafter that is used, for who knows that there is one."""
@@ -150,7 +157,7 @@ class Session:
         behind an answer."""
         del self.tokens[length:]
         for cache in (self.cache, *self._caches.values()):
-            cache.length = min(cache.length, max(length - 1, 0))
+            cache.rewind(length)
 
     def read(self, prompt: Sequence[int]) -> Tensor:
         """Take in tokens behind everything so far; returns the logits behind the last one, [1, 1,
@@ -171,7 +178,10 @@ class Session:
                 f"the prompt of {len(prompt)} tokens does not fit: {max(self.room - 1, 0)} of "
                 f"{self.capacity} are left"
             )
+        start = min(self.cache.length, len(self.tokens))
         self.tokens.extend(prompt)
+        for cache in (self.cache, *self._caches.values()):
+            cache.reads(start, len(self.tokens))
         return self._read_to(len(self.tokens))
 
     def extend(self, tokens: Sequence[int]) -> None:

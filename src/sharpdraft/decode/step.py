@@ -45,7 +45,8 @@ def step(
     for session in sessions:
         session.read_up()
     clock = Stopwatch(sessions[0].target.device)
-    counts = [min(s.num_drafts, limit - 1) for s, limit in zip(sessions, limits, strict=True)]
+    each = zip(sessions, limits, strict=True)
+    counts = [min(s.drafts_behind(len(s.tokens)), limit - 1) for s, limit in each]
     anchors = torch.tensor([s.tokens[-1] for s in sessions], device=sessions[0].target.device)
     drafts = draft(RAGGED, sessions, anchors, counts, probe)
     clock.mark()

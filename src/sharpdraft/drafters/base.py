@@ -51,13 +51,20 @@ class DraftCache(Protocol):
     """What a drafter keeps of the verified tokens.
 
     `length` is how many; a smaller one rolls back. `capacity`: positions that can be read or
-    drafted at. `blank` and `borrowed` are as in KVCache.
+    drafted at. `limit`, `reads`, `rewind`, `blank` and `borrowed` are as in KVCache.
     """
 
     length: int
 
     @property
     def capacity(self) -> int: ...
+
+    @property
+    def limit(self) -> int | None: ...
+
+    def reads(self, start: int, end: int) -> None: ...
+
+    def rewind(self, length: int) -> None: ...
 
     def blank(self) -> None: ...
 

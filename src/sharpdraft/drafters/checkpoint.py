@@ -15,7 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import SharpDraftError
+from ..errors import SharpDraftError, one_line
+
+_WHOLE, _PICKLED = "model.safetensors", "pytorch_model.bin"
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_BROKEN = (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError)
 
 
 def read_json(directory: Path) -> dict[str, Any]:
@@ -31,31 +35,74 @@ def read_json(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Weights of a drafter, safetensors or else pytorch_model.bin. Raises SharpDraftError where
-    they are not whole."""
+    """Weights of a drafter: safetensors or else PyTorch's, in one file or in the shards that an
+    index names. Raises SharpDraftError where they are not whole."""
     tensors: dict[str, Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(str(file), framework="pt") as opened:
-                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise SharpDraftError(
-                f"{file} is truncated or corrupt ({error}): download it again"
-            ) from error
-    pickled = directory / "pytorch_model.bin"
-    if not tensors and pickled.exists():
-        try:
-            tensors = torch.load(pickled, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            reason = str(error).splitlines()[0]
-            raise SharpDraftError(
-                f"{pickled} is truncated or corrupt ({reason}): download it again"
-            ) from error
+    for file in weight_files(directory):
+        tensors |= _tensors_of(file)
     if not tensors:
         raise SharpDraftError(
-            f"{directory} has no .safetensors file: download the checkpoint again"
+            f"{directory} has no .safetensors file and no {_PICKLED}: download the checkpoint again"
         )
     return tensors
+
+
+def tensor_names(directory: Path) -> tuple[str, ...]:
+    """What the weights of a drafter are called, without reading them; nothing where they cannot be
+    read, which `read_tensors` says."""
+    names: list[str] = []
+    for file in weight_files(directory):
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(str(file), framework="pt") as opened:
+                    names += opened.keys()
+            else:
+                names += torch.load(file, map_location="meta", weights_only=True, mmap=True)
+        except _BROKEN:
+            return ()
+    return tuple(names)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files of a drafter's weights, of safetensors where there are any. Raises SharpDraftError
+    for an index that is broken, or names a file that is not there."""
+    for whole, pattern in ((_WHOLE, "*.safetensors"), (_PICKLED, "pytorch_model*.bin")):
+        index = directory / f"{whole}.index.json"
+        if (directory / whole).exists() or not index.exists():
+            if files := sorted(directory.glob(pattern)):
+                return [directory / whole] if (directory / whole) in files else files
+            continue
+        try:
+            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            files = [directory / name for name in sorted(set(named))]
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise SharpDraftError(f"{index} cannot be read: download it again") from error
+        if missing := [file.name for file in files if not file.exists()]:
+            raise SharpDraftError(
+                f"{directory} lacks {missing[0]}, which {index.name} names: download it again"
+            )
+        return files
+    return []
+
+
+def _tensors_of(file: Path) -> dict[str, Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(str(file), framework="pt") as opened:
+                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise SharpDraftError(
+            f"{file} is corrupt, or holds more than tensors and is not loaded as it could run "
+            "code: download it again, or convert it to safetensors where you trust it"
+        ) from error
+    except _BROKEN as error:
+        raise SharpDraftError(
+            f"{file} is truncated or corrupt ({one_line(error)}): download it again"
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise SharpDraftError(f"{file} holds more than named tensors: it is no checkpoint")
+    return found
 
 
 def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -94,7 +141,7 @@ def check_tensors(
     known: Collection[str] = (),
 ) -> None:
     """Refuse a checkpoint that lacks tensors, has others than config.json says, or more than is
-    understood."""
+    used: those of `expected`, and `known` ones, which are looked at elsewhere."""
     if missing := sorted(set(expected) - set(tensors)):
         raise SharpDraftError(
             f"the drafter's checkpoint lacks {len(missing)} tensors, first {missing[0]}: download "
@@ -111,4 +158,10 @@ def check_tensors(
     if extra := sorted(set(tensors) - set(expected) - set(known)):
         raise SharpDraftError(
             f"the drafter has tensors this version does not know, first {extra[0]}"
+        )
+    if odd := sorted(name for name in expected if tensors[name].dtype not in _FLOATING):
+        dtype = str(tensors[odd[0]].dtype).removeprefix("torch.")
+        raise SharpDraftError(
+            f"the drafter's {odd[0]} is of dtype {dtype}: quantised weights are not supported, use "
+            "the full-precision drafter"
         )

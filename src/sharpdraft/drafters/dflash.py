@@ -26,15 +26,17 @@ from ..method.visible import View
 from ..model.cache import KVCache
 from ..model.causal_lm import CausalLM
 from ..model.config import Config
-from ..model.linear import Linear
 from ..model.placement import Placement
 from ..model.rotary import rotary_of
 from ..model.rows import Rows
-from ..model.stack import Layer, Stack
+from ..model.stack import Stack
 from .base import Draft, MassProbe, Pick
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
-from .formats import dflash_shapes
-from .registry import drafts_of
+from .configs import DFLASH, dflash_taps, flag, merged, number, whole
+from .formats import TRAINING, dflash_shapes, plain_names
+from .registry import block_of, drafts_of, family_in
+from .vocabulary import VOCABULARY, Vocabulary, check_hidden_size, check_vocabulary
+from .weights import Weights
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -50,107 +52,89 @@ class DFlash:
         Raises SharpDraftError if the drafter is not for this target or the checkpoint is not whole.
         """
         self.target = target
+        values = merged(config, ("eagle_config", "dflash_config"), DFLASH, "qwen3")
         with parsing("a DFlash"):
-            parsed = self._read_config(config)
-        self._check_target(config, target)
-
-        dtype, device = target.dtype, target.device
-        weights = dflash_shapes(self, parsed.intermediate_size, parsed.attention_bias)
-        check_tensors(weights, tensors, known={"embed_tokens.weight", "lm_head.weight"})
-        get = {name: tensors[name].to(device=device, dtype=dtype) for name in weights}
-
-        def linear(names: Sequence[str]) -> Linear:
-            weight = torch.cat([get[f"{n}.weight"] for n in names])
-            bias = (
-                torch.cat([get[f"{n}.bias"] for n in names]) if f"{names[0]}.bias" in get else None
-            )
-            return Linear(weight, bias)
-
-        self.fc = linear(["fc"])
-        self.hidden_norm = get["hidden_norm.weight"]
-        layers = []
-        for i in range(self.num_layers):
-            attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
-            layers.append(
-                Layer(
-                    attn_norm=get[f"layers.{i}.input_layernorm.weight"],
-                    qkv=linear([f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"]),
-                    q_norm=get[f"{attn}.q_norm.weight"],
-                    k_norm=get[f"{attn}.k_norm.weight"],
-                    out=linear([f"{attn}.o_proj"]),
-                    mlp_norm=get[f"layers.{i}.post_attention_layernorm.weight"],
-                    gate_up=linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
-                    down=linear([f"{mlp}.down_proj"]),
-                )
-            )
-        self.stack = Stack(tuple(layers), get["norm.weight"], self.heads, self.kv_heads, self.eps)
-        # Context Keys and Values of all layers come out of one product.
-        self.context_kv = linear(
-            [f"layers.{i}.self_attn.{p}_proj" for i in range(self.num_layers) for p in ("k", "v")]
+            parsed = self._read_config(config, values)
+        named = plain_names(tensors)
+        check_hidden_size(self.hidden_size, values, named, target)
+        self._check_target(values)
+        shapes = dflash_shapes(parsed, len(self.taps), target.hidden_size, named)
+        check_tensors(shapes, named, known=(*VOCABULARY, *TRAINING))
+        draft_size = values.get("draft_vocab_size")
+        own = draft_size not in (None, parsed.vocab_size, target.vocab_size)
+        self.vocabulary = Vocabulary.of(
+            named,
+            target,
+            self.hidden_size,
+            whole(values, "draft_vocab_size") if own else None,
+            number(values, "logit_scale", 1.0) * number(values, "output_multiplier", 1.0),
         )
-        self.k_norms = torch.stack(
-            [get[f"layers.{i}.self_attn.k_norm.weight"] for i in range(self.num_layers)]
-        )[:, None, None]
+        rows = len(self.vocabulary.embedding)
+        if not 0 <= self.mask_token < rows:
+            raise other_target("mask token id", self.mask_token, f"vocabulary has {rows}")
+        weights = Weights(named, parsed, target)
+        self.fc = weights.linear("fc")
+        self.hidden_norm = weights["hidden_norm.weight"]
+        names = [f"layers.{i}" for i in range(self.num_layers)]
+        layers = tuple(weights.layer(name, "input_layernorm") for name in names)
+        self.stack = Stack(layers, weights["norm.weight"], self.heads, self.kv_heads, self.eps)
+        # Context Keys and Values of all layers come out of one product.
+        self.context_kv = weights.linear(
+            *(f"{name}.self_attn.{part}_proj" for name in names for part in "kv")
+        )
+        self.k_norms = torch.stack([weights[f"{name}.self_attn.k_norm.weight"] for name in names])[
+            :, None, None
+        ]
         positions = max(self.max_positions, target.max_positions)
-        self.rotary = rotary_of(parsed, positions, device)
+        self.rotary = rotary_of(parsed, positions, target.device)
 
-    def _read_config(self, config: Mapping[str, Any]) -> Config:
-        dflash = config.get("dflash_config") or {}
-        parsed = Config.of(config, "qwen3")
-        self.num_drafts = self.max_drafts = drafts_of(config)
+    def _read_config(self, config: Mapping[str, Any], values: Mapping[str, Any]) -> Config:
+        parsed = Config.of(values, "qwen3")
+        self.max_drafts = block_of(values) - 1
+        self.num_drafts = drafts_of(config, "dflash")
         self.hidden_size: int = parsed.hidden_size
+        self.vocab_size: int = parsed.vocab_size
         self.num_layers: int = parsed.num_hidden_layers
         self.heads: int = parsed.num_attention_heads
         self.kv_heads: int = parsed.num_key_value_heads
         self.head_dim: int = parsed.head_dim
         self.eps: float = parsed.rms_norm_eps
         self.max_positions: int = parsed.max_position_embeddings
-        self.embedding_scale = float(
-            dflash.get("input_embedding_scale", config.get("input_embedding_scale", 1.0))
-        )
-        self.mask_token = _integer(
-            dflash.get("mask_token_id", config.get("mask_token_id")), "mask_token_id"
-        )
-        layer_ids = dflash.get("target_layer_ids", config.get("target_layer_ids"))
-        if not layer_ids:
-            raise SharpDraftError(
-                "the drafter's config has no dflash_config.target_layer_ids: is it a DFlash "
-                "checkpoint?"
-            )
-        self.taps = tuple(int(i) for i in layer_ids)
-        self.views = tuple(_view(config, dflash, parsed, i) for i in range(self.num_layers))
+        self.embedding_scale = number(values, "input_embedding_scale", 1.0)
+        self.mask_token = whole(values, "mask_token_id")
+        self.taps = dflash_taps(values)
+        self.views = tuple(_view(values, parsed, i) for i in range(self.num_layers))
         return parsed
 
     @classmethod
     def load(cls, directory: Path, target: CausalLM) -> DFlash:
         """Read a published checkpoint directory. Raises SharpDraftError for anything that does not
         fit."""
-        config, tensors = read_checkpoint(directory)
-        return cls(config, tensors, target)
-
-    def _check_target(self, config: Mapping[str, Any], target: CausalLM) -> None:
-        if self.hidden_size != target.hidden_size:
-            raise other_target("hidden size", self.hidden_size, target.hidden_size)
-        if config.get("vocab_size") != target.vocab_size:
-            raise other_target("vocabulary size", config.get("vocab_size"), target.vocab_size)
-        if config.get("num_target_layers", target.num_layers) != target.num_layers:
-            raise other_target(
-                "number of target layers", config["num_target_layers"], target.num_layers
+        if (mask := directory / "mask_embedding.pt").exists():
+            raise SharpDraftError(
+                f"{mask} takes the place of the mask token's embedding, which is not supported: "
+                "use a DFlash without one"
             )
+        config, tensors = read_json(directory), plain_names(read_tensors(directory))
+        drafter = cls(config, tensors, target)
+        check_vocabulary(drafter.vocab_size, tensors, target, directory)
+        return drafter
+
+    def _check_target(self, values: Mapping[str, Any]) -> None:
+        target = self.target
+        layers = values.get("num_target_layers", target.num_layers)
+        if layers != target.num_layers:
+            raise other_target("number of target layers", layers, target.num_layers)
         if not all(0 <= i < target.num_layers for i in self.taps):
             raise other_target(
                 "list of target layer ids",
                 list(self.taps),
                 f"layers are 0 to {target.num_layers - 1}",
             )
-        if not 0 <= self.mask_token < target.vocab_size:
-            raise other_target(
-                "mask token id", self.mask_token, f"vocabulary has {target.vocab_size}"
-            )
         if self.num_drafts < 1:
             raise SharpDraftError(
-                f"the drafter's block_size is {self.num_drafts + 1}: a block needs at least 2 "
-                "tokens"
+                f"the drafter's block_size is {self.max_drafts + 1}: a block needs at least 2 "
+                f"tokens, of which {self.num_drafts} are drafted"
             )
 
     def new_cache(self, capacity: int) -> KVCache:
@@ -162,6 +146,7 @@ class DFlash:
             capacity + self.max_drafts + 1,
             dtype=self.target.dtype,
             device=self.target.device,
+            limit=self.rotary.limit,
         )
 
     @torch.inference_mode()
@@ -212,7 +197,7 @@ class DFlash:
         requests = len(caches)
         ids = anchors.new_full((requests, count + 1), self.mask_token)
         ids[:, 0] = anchors
-        hidden = F.embedding(ids.view(1, -1), self.target.embedding)
+        hidden = self.vocabulary.embed(ids.view(1, -1))
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
         rows = at.rows(caches, [count + 1] * requests, self.rotary)
@@ -220,8 +205,9 @@ class DFlash:
         gains = rows.gains([each.scale for each in settings], views)
         shown = None if probe is None else partial(_show, probe)
         final = self.stack.run(hidden, rows, views, gains, probe=shown)[1]
-        logits = self.target.head(final.view(requests, count + 1, self.hidden_size)[:, 1:])
-        chosen = [pick(own, None) for pick, own in zip(picks, logits, strict=True)]
+        logits = self.vocabulary.logits(final.view(requests, count + 1, self.hidden_size)[:, 1:])
+        token_of = self.vocabulary.token_of
+        chosen = [pick(own, token_of) for pick, own in zip(picks, logits, strict=True)]
         return [Draft.chain(*each) for each in chosen]
 
 
@@ -230,22 +216,12 @@ def _show(probe: MassProbe, index: int, query: Tensor, keys: Tensor, mask: Tenso
     probe(index, attention_mass(query[:, :, 1:], keys, None if mask is None else mask[1:]))
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of a DFlash directory. Raises SharpDraftError where it is none."""
-    config = read_json(directory)
-    architectures = config.get("architectures") or []
-    if ARCHITECTURE not in architectures:
-        raise SharpDraftError(
-            f"{directory} holds {', '.join(architectures) or 'no named architecture'}, not "
-            f"{ARCHITECTURE}: give a DFlash, EAGLE-3 or PARD checkpoint as the drafter"
-        )
-    return config
-
-
 def read_checkpoint(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and the tensors of a DFlash directory. Raises SharpDraftError where it does not
     hold them whole."""
-    return read_config(directory), read_tensors(directory)
+    if (family := family_in(directory)) != "dflash":
+        raise SharpDraftError(f"{directory} holds a drafter of the family {family}, no DFlash")
+    return read_json(directory), read_tensors(directory)
 
 
 def save(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -253,31 +229,22 @@ def save(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tenso
     write(directory, config, tensors)
 
 
-def _view(config: Mapping[str, Any], dflash: Mapping[str, Any], parsed: Config, layer: int) -> View:
+def _view(values: Mapping[str, Any], parsed: Config, layer: int) -> View:
     """Causality and window of a layer, in the order of precedence that vLLM and z-lab's package
     agree on."""
     # Where the file names no types, max_window_layers says from which layer on a window slides.
     types = parsed.layer_types
-    every_sliding = bool(dflash.get("use_swa", False)) and "sliding_attention" not in types
+    every_sliding = flag(values, "use_swa") and "sliding_attention" not in types
     sliding = every_sliding or types[layer] == "sliding_attention"
-    causal = config.get("is_causal")
-    if causal is None:
-        causal = dflash.get("causal")
-    if causal is None:
-        causal = types[layer] == "sliding_attention"
-    limit = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    window = dflash.get("swa_window_size", limit) if sliding else None
+    # Speculators' own key: within a block, rows of a sliding layer see each other both ways.
+    both_ways = flag(values, "sliding_window_non_causal")
+    default = flag(values, "causal", types[layer] == "sliding_attention" and not both_ways)
+    causal = flag(values, "is_causal", default)
+    limit = values.get("sliding_window", 4096) if flag(values, "use_sliding_window") else None
+    window = values.get("swa_window_size", limit) if sliding else None
     if sliding and window is None:
         raise SharpDraftError(
             "the drafter has sliding-window layers but its config gives no sliding_window (with "
             "use_sliding_window)"
         )
-    return View(bool(causal), window)
-
-
-def _integer(value: object, name: str) -> int:
-    if not isinstance(value, int):
-        raise SharpDraftError(
-            f"the drafter's config has no integer dflash_config.{name}: is it a DFlash checkpoint?"
-        )
-    return value
+    return View(causal, window)

@@ -26,25 +26,26 @@ from ..method.theory import attention_mass
 from ..method.visible import CAUSAL, View
 from ..model.causal_lm import CausalLM
 from ..model.config import Config
-from ..model.linear import Linear
 from ..model.placement import Placement, Static
 from ..model.rotary import rotary_of
 from ..model.rows import RaggedRows, Rows
-from ..model.stack import Layer, Stack
+from ..model.stack import Stack
 from .base import Draft, MassProbe, Pick
-from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
-from .formats import eagle3_shapes
+from .checkpoint import check_tensors, parsing, read_json, read_tensors, write
+from .configs import EAGLE3, eagle3_taps, flag, merged, number, whole
+from .formats import TRAINING, eagle3_shapes, plain_names
 from .pair_cache import PairCache
 from .registry import drafts_of
+from .vocabulary import VOCABULARY, Vocabulary, check_hidden_size, check_vocabulary
+from .weights import Weights
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _MOST_DRAFTS = 32
+_QUERY = "layers.0.self_attn.q_proj.weight"
 
 
 class Eagle3:
     """An EAGLE-3 or 3.1 drafter bound to its target."""
-
-    views: tuple[View, ...] = (CAUSAL,)
 
     def __init__(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: CausalLM
@@ -54,64 +55,45 @@ class Eagle3:
         Raises SharpDraftError if the drafter is not for this target or the checkpoint is not whole.
         """
         self.target = target
+        values = merged(config, ("eagle_config",), EAGLE3, "llama")
+        named = plain_names(tensors)
         with parsing("an EAGLE-3"):
-            parsed = self._read_config(config)
-        self._check_target(parsed)
-        named = {
-            name.replace("midlayer.", "layers.0.").removeprefix("model."): t
-            for name, t in tensors.items()
-        }
-        shapes = eagle3_shapes(self, parsed.intermediate_size, parsed.attention_bias, named)
-        check_tensors(shapes, named, known={"t2d", "embed_tokens.weight", "lm_head.weight", "d2t"})
-        dtype, device = target.dtype, target.device
-        get = {name: named[name].to(device=device, dtype=dtype) for name in shapes if name != "d2t"}
-
-        def linear(*names: str) -> Linear:
-            bias = (
-                torch.cat([get[f"{n}.bias"] for n in names]) if f"{names[0]}.bias" in get else None
-            )
-            return Linear(torch.cat([get[f"{n}.weight"] for n in names]), bias)
-
-        layer = "layers.0"
-        self.fc = linear("fc")
-        self.fusion_norm = get.get("input_norm.weight")
-        self.tap_norms = (
-            [get[f"fc_norm.{i}.weight"] for i in range(len(self.taps))]
-            if self.has_tap_norms
-            else []
+            parsed = self._read_config(config, values, named)
+        check_hidden_size(self.hidden_size, values, named, target)
+        self._check_target()
+        shapes = eagle3_shapes(parsed, self, named)
+        check_tensors(shapes, named, known=(*VOCABULARY, *TRAINING))
+        draft_size = values.get("draft_vocab_size")
+        own = draft_size not in (None, parsed.vocab_size, target.vocab_size)
+        self.vocabulary = Vocabulary.of(
+            named,
+            target,
+            self.hidden_size,
+            whole(values, "draft_vocab_size") if own else None,
+            number(values, "logit_scale", 1.0),
         )
-        self.token_norm = get[f"{layer}.input_layernorm.weight"]
-        self.state_norm = get[f"{layer}.hidden_norm.weight"]
-        self.qkv = linear(*(f"{layer}.self_attn.{p}_proj" for p in "qkv"))
-        only = Layer(
-            attn_norm=self.state_norm,  # applied in `_row`, beside the token's
-            qkv=self.qkv,
-            q_norm=None,
-            k_norm=None,
-            out=linear(f"{layer}.self_attn.o_proj"),
-            mlp_norm=get[f"{layer}.post_attention_layernorm.weight"],
-            gate_up=linear(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"),
-            down=linear(f"{layer}.mlp.down_proj"),
-        )
-        self.stack = Stack((only,), get["norm.weight"], self.heads, self.kv_heads, self.eps)
-        self.embedding = get.get("embed_tokens.weight", target.embedding)
-        self.head = linear("lm_head") if "lm_head.weight" in get else target.head
-        self.token_of: Tensor | None = None
-        if "d2t" in shapes:
-            offsets = named["d2t"].to(device).long()
-            self.token_of = torch.arange(len(offsets), device=device) + offsets
-            if not bool(((self.token_of >= 0) & (self.token_of < target.vocab_size)).all()):
-                raise SharpDraftError(
-                    "the drafter's d2t maps to tokens outside the target's vocabulary"
-                )
+        weights, layer = Weights(named, parsed, target), "layers.0"
+        self.fc = weights.linear("fc")
+        self.fusion_norm = weights["input_norm.weight"] if self.norm_before_fc else None
+        norms = range(len(self.taps) if self.has_tap_norms else 0)
+        self.tap_norms = [weights[f"fc_norm.{i}.weight"] for i in norms]
+        self.token_norm = weights[f"{layer}.input_layernorm.weight"]
+        # Applied in `_row`, beside the token's.
+        only = weights.layer(layer, "hidden_norm")
+        self.state_norm, self.qkv = only.attn_norm, only.qkv
+        self.q_norm, self.k_norm = only.q_norm, only.k_norm
+        final = weights["norm.weight"]
+        self.stack = Stack((only,), final, self.heads, self.kv_heads, self.eps)
         positions = max(self.max_positions, target.max_positions)
-        self.rotary = rotary_of(parsed, positions, device)
+        self.rotary = rotary_of(parsed, positions, target.device)
 
-    def _read_config(self, config: Mapping[str, Any]) -> Config:
-        speculators = "transformer_layer_config" in config
-        inner = {**config.get("transformer_layer_config", {}), **({} if speculators else config)}
-        eagle = {**config, **(config.get("eagle_config") or {})}
-        parsed = Config.of(inner, "llama")
+    def _read_config(
+        self, config: Mapping[str, Any], values: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> Config:
+        if "head_dim" not in values and (query := tensors.get(_QUERY)) is not None:
+            # Classes differ in what they take it for.
+            values = {**values, "head_dim": len(query) // whole(values, "num_attention_heads")}
+        parsed = Config.of(values, "llama")
         self.hidden_size: int = parsed.hidden_size
         self.heads: int = parsed.num_attention_heads
         self.kv_heads: int = parsed.num_key_value_heads
@@ -119,18 +101,15 @@ class Eagle3:
         self.eps: float = parsed.rms_norm_eps
         self.max_positions: int = parsed.max_position_embeddings
         self.vocab_size: int = parsed.vocab_size
-        self.draft_vocab_size = int(config.get("draft_vocab_size") or parsed.vocab_size)
-        self.norm_before_residual = bool(config.get("norm_before_residual", speculators))
-        self.norm_before_fc = bool(eagle.get("norm_before_fc", False))
-        self.has_tap_norms = bool(config.get("fc_norm", False))
-        self.norm_output = bool(config.get("norm_output", False))
-        # The published ids name the layer whose input is read, which is the output of the one
-        # before.
-        count = self.target.num_layers
-        ids = eagle.get("eagle_aux_hidden_state_layer_ids") or (2, count // 2, count - 3)
-        self.taps = tuple(int(i) - 1 for i in ids)
+        speculators = "transformer_layer_config" in config
+        self.norm_before_residual = flag(values, "norm_before_residual", speculators)
+        self.norm_before_fc = flag(values, "norm_before_fc")
+        self.has_tap_norms = flag(values, "fc_norm")
+        self.norm_output = flag(values, "norm_output")
+        self.taps = eagle3_taps(config, self.target.num_layers)
+        self.views = (_view(values, parsed),)
         self.max_drafts = _MOST_DRAFTS
-        self.num_drafts = min(drafts_of(config), self.max_drafts)
+        self.num_drafts = min(drafts_of(config, "eagle3"), self.max_drafts)
         if parsed.num_hidden_layers != 1:
             raise SharpDraftError(
                 f"the drafter has {parsed.num_hidden_layers} layers: EAGLE-3 drafters of one are "
@@ -142,17 +121,14 @@ class Eagle3:
     def load(cls, directory: Path, target: CausalLM) -> Eagle3:
         """Read a published checkpoint directory. Raises SharpDraftError for anything that does not
         fit."""
-        return cls(read_json(directory), read_tensors(directory), target)
+        config, tensors = read_json(directory), plain_names(read_tensors(directory))
+        drafter = cls(config, tensors, target)
+        check_vocabulary(drafter.vocab_size, tensors, target, directory)
+        return drafter
 
-    def _check_target(self, parsed: Config) -> None:
+    def _check_target(self) -> None:
         target = self.target
-        for what, ours, theirs in (
-            ("hidden size", self.hidden_size, target.hidden_size),
-            ("vocabulary size", self.vocab_size, target.vocab_size),
-        ):
-            if ours != theirs:
-                raise other_target(what, ours, theirs)
-        if not self.taps or not all(0 <= i < target.num_layers for i in self.taps):
+        if not all(0 <= i < target.num_layers for i in self.taps):
             raise SharpDraftError(
                 "this drafter belongs to another target: it reads the outputs of layers "
                 f"{list(self.taps)}, the target's are 0 to {target.num_layers - 1}"
@@ -167,6 +143,7 @@ class Eagle3:
             self.max_drafts,
             self.target.dtype,
             self.target.device,
+            self.rotary.limit,
         )
 
     @torch.inference_mode()
@@ -211,7 +188,7 @@ class Eagle3:
         taps = list(features)
         if self.tap_norms:
             pairs = zip(taps, self.tap_norms, strict=True)
-            taps = [F.rms_norm(tap, (self.hidden_size,), norm, self.eps) for tap, norm in pairs]
+            taps = [F.rms_norm(tap, tap.shape[-1:], norm, self.eps) for tap, norm in pairs]
         fused = torch.cat(taps, dim=-1)
         if self.fusion_norm is not None:
             fused = F.rms_norm(fused, (fused.shape[-1],), self.fusion_norm, self.eps)
@@ -242,6 +219,8 @@ class Eagle3:
         heads = self.heads + 2 * self.kv_heads
         qkv = self.qkv(row).view(1, row.shape[1], heads, self.head_dim).transpose(1, 2)
         _, keys, values = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        if self.k_norm is not None:
+            keys = F.rms_norm(keys, (self.head_dim,), self.k_norm, self.eps)
         rows.write(0, rows.rotate(keys), values)
 
     @torch.inference_mode()
@@ -272,13 +251,13 @@ class Eagle3:
             self.catch_up(caches, settings)
             states = torch.stack([cache.states[cache.length - 1] for cache in caches])[None]
         views, scales = settings[0].views(self.views), [each.scale for each in settings]
-        tokens, chosen = anchors[None], []
+        tokens, chosen, token_of = anchors[None], [], self.vocabulary.token_of
         for step in range(count):
             rows = at.rows(caches, [1] * len(caches), self.rotary, offset=step - 1)
             gains = rows.gains(scales, views)
             normed, states = self._step(rows, states, tokens, views, gains, probe)
-            logits = self.head(normed)[0].split(1)
-            picked = [pick(own, self.token_of) for pick, own in zip(picks, logits, strict=True)]
+            logits = self.vocabulary.logits(normed)[0].split(1)
+            picked = [pick(own, token_of) for pick, own in zip(picks, logits, strict=True)]
             tokens = torch.cat([token for token, _ in picked])[None]
             chosen.append(picked)
         return [_chain(steps) for steps in zip(*chosen, strict=True)]
@@ -318,7 +297,7 @@ class Eagle3:
         """states [1, rows, hidden] and the tokens behind them [1, rows] -> [1, rows, 2 *
         hidden]."""
         size = (self.hidden_size,)
-        embedded = F.rms_norm(F.embedding(tokens, self.embedding), size, self.token_norm, self.eps)
+        embedded = F.rms_norm(self.vocabulary.embed(tokens), size, self.token_norm, self.eps)
         return torch.cat((embedded, F.rms_norm(states, size, self.state_norm, self.eps)), dim=-1)
 
 
@@ -327,6 +306,16 @@ def _chain(steps: Sequence[tuple[Tensor, Tensor | None]]) -> Draft:
     tokens = torch.cat([token for token, _ in steps])
     drawn = [own for _, own in steps if own is not None]
     return Draft.chain(tokens, torch.cat(drawn) if drawn else None)
+
+
+def _view(values: Mapping[str, Any], parsed: Config) -> View:
+    """What the rows of the one layer see."""
+    if "sliding_attention" not in parsed.layer_types:
+        return CAUSAL
+    window = whole(values, "sliding_window")
+    if window < 1:
+        raise SharpDraftError(f"the drafter's sliding_window is {window}: it must be at least 1")
+    return View(causal=True, window=window)
 
 
 def save(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

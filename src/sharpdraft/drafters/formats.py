@@ -2,79 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from ..model.config import Config
+
 if TYPE_CHECKING:
-    from .dflash import DFlash
     from .eagle3 import Eagle3
 
+Shapes = dict[str, tuple[int, ...]]
 
-def dflash_shapes(drafter: DFlash, inner: int, bias: bool) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a whole DFlash checkpoint."""
-    size, dim = drafter.hidden_size, drafter.head_dim
-    q, kv = drafter.heads * dim, drafter.kv_heads * dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (size, len(drafter.taps) * size),
+TRAINING = ("verifier_lm_head.weight", "verifier_norm.weight")
+"""The target's own, which speculators' trainer leaves in a checkpoint and engines pass over."""
+
+
+def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as they are called where none stands under `model.` or is a `midlayer`."""
+    return {
+        name.removeprefix("model.").replace("midlayer.", "layers.0."): tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def dflash_shapes(config: Config, taps: int, target_size: int, tensors: Collection[str]) -> Shapes:
+    """Names and shapes of a whole DFlash checkpoint that reads `taps` states [target_size] and has
+    `tensors`; without those of its vocabulary."""
+    size = config.hidden_size
+    shapes: Shapes = {
+        "fc.weight": (size, taps * target_size),
         "hidden_norm.weight": (size,),
         "norm.weight": (size,),
     }
-    for i in range(drafter.num_layers):
-        attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
-        out_in = {
-            "q_proj": (q, size),
-            "k_proj": (kv, size),
-            "v_proj": (kv, size),
-            "o_proj": (size, q),
-        }
-        for name, shape in out_in.items():
-            shapes[f"{attn}.{name}.weight"] = shape
-            if bias:
-                shapes[f"{attn}.{name}.bias"] = shape[:1]
-        shapes |= {f"{attn}.q_norm.weight": (dim,), f"{attn}.k_norm.weight": (dim,)}
-        shapes |= {f"{mlp}.gate_proj.weight": (inner, size), f"{mlp}.up_proj.weight": (inner, size)}
-        shapes |= {f"{mlp}.down_proj.weight": (size, inner)}
-        shapes |= {
-            f"layers.{i}.{n}.weight": (size,)
-            for n in ("input_layernorm", "post_attention_layernorm")
-        }
-    return shapes
+    for layer in range(config.num_hidden_layers):
+        at = f"layers.{layer}"
+        shapes |= _layer(config, at, size)
+        shapes |= {f"{at}.self_attn.{norm}.weight": (config.head_dim,) for norm in _HEAD_NORMS}
+        shapes[f"{at}.input_layernorm.weight"] = (size,)
+    return _with_biases(shapes, config, tensors)
 
 
-def eagle3_shapes(
-    drafter: Eagle3, inner: int, bias: bool, tensors: Collection[str]
-) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a whole EAGLE-3 checkpoint that has `tensors`."""
-    size = drafter.hidden_size
-    q, kv = drafter.heads * drafter.head_dim, drafter.kv_heads * drafter.head_dim
-    layer = "layers.0"
-    projections = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (size, len(drafter.taps) * size),
+def eagle3_shapes(config: Config, drafter: Eagle3, tensors: Collection[str]) -> Shapes:
+    """Names and shapes of a whole EAGLE-3 checkpoint that has `tensors`; without those of its
+    vocabulary."""
+    size, count, target_size = config.hidden_size, len(drafter.taps), drafter.target.hidden_size
+    shapes: Shapes = {
+        "fc.weight": (size, count * target_size),
         "norm.weight": (size,),
-        f"{layer}.self_attn.o_proj.weight": (size, q),
-        f"{layer}.mlp.gate_proj.weight": (inner, size),
-        f"{layer}.mlp.up_proj.weight": (inner, size),
-        f"{layer}.mlp.down_proj.weight": (size, inner),
+        **_layer(config, "layers.0", 2 * size),
+        "layers.0.input_layernorm.weight": (size,),
+        "layers.0.hidden_norm.weight": (size,),
     }
-    shapes |= {
-        f"{layer}.self_attn.{name}.weight": (rows, 2 * size) for name, rows in projections.items()
-    }
-    if bias:
-        shapes |= {f"{layer}.self_attn.{name}.bias": (rows,) for name, rows in projections.items()}
-    shapes |= {
-        f"{layer}.{n}.weight": (size,)
-        for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    }
+    norms = [f"layers.0.self_attn.{norm}.weight" for norm in _HEAD_NORMS]
+    if any(norm in tensors for norm in norms):
+        shapes |= dict.fromkeys(norms, (config.head_dim,))
     if drafter.norm_before_fc:
-        shapes["input_norm.weight"] = (len(drafter.taps) * size,)
+        shapes["input_norm.weight"] = (count * target_size,)
     if drafter.has_tap_norms:
-        shapes |= {f"fc_norm.{i}.weight": (size,) for i in range(len(drafter.taps))}
-    if "embed_tokens.weight" in tensors:
-        shapes["embed_tokens.weight"] = (drafter.vocab_size, size)
-    reduced = drafter.draft_vocab_size != drafter.vocab_size
-    if reduced or "lm_head.weight" in tensors:
-        shapes["lm_head.weight"] = (drafter.draft_vocab_size, size)
-    if reduced:
-        shapes["d2t"] = (drafter.draft_vocab_size,)
-    return shapes
+        shapes |= {f"fc_norm.{i}.weight": (target_size,) for i in range(count)}
+    return _with_biases(shapes, config, tensors)
+
+
+_HEAD_NORMS = ("q_norm", "k_norm")
+
+
+def _layer(config: Config, at: str, ins: int) -> Shapes:
+    """Of a layer whose Queries, Keys and Values are made of `ins` numbers."""
+    size, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    return {
+        f"{at}.self_attn.q_proj.weight": (q, ins),
+        f"{at}.self_attn.k_proj.weight": (kv, ins),
+        f"{at}.self_attn.v_proj.weight": (kv, ins),
+        f"{at}.self_attn.o_proj.weight": (size, q),
+        f"{at}.mlp.gate_proj.weight": (inner, size),
+        f"{at}.mlp.up_proj.weight": (inner, size),
+        f"{at}.mlp.down_proj.weight": (size, inner),
+        f"{at}.post_attention_layernorm.weight": (size,),
+    }
+
+
+def _with_biases(shapes: Shapes, config: Config, tensors: Collection[str]) -> Shapes:
+    """And the biases: those of Queries, Keys and Values that the configuration asks for, and any
+    other that the checkpoint has. (Some have one behind attention too, some have not.)"""
+    source = config.source
+    asked = config.attention_bias or bool(source.get("qkv_bias")) or bool(source.get("bias"))
+    found = dict(shapes)
+    for name, shape in shapes.items():
+        if len(shape) == 2:
+            bias = f"{name.removesuffix('weight')}bias"
+            wanted = asked and any(f"{p}_proj" in name for p in ("q", "k", "v"))
+            wanted = wanted or (bool(source.get("mlp_bias")) and ".mlp." in name)
+            if wanted or bias in tensors:
+                found[bias] = shape[:1]
+    return found

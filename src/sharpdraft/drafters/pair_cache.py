@@ -26,9 +26,11 @@ class PairCache(KVCache):
         drafts: int,
         dtype: torch.dtype,
         device: torch.device,
+        limit: int | None = None,
     ) -> None:
         self.pairs = 0
-        super().__init__(1, kv_heads, head_dim, capacity + drafts, dtype=dtype, device=device)
+        room = capacity + drafts
+        super().__init__(1, kv_heads, head_dim, room, dtype=dtype, device=device, limit=limit)
         self.states = torch.empty(capacity, hidden, dtype=dtype, device=device)
         self.tokens = torch.empty(capacity, dtype=torch.long, device=device)
 

@@ -27,8 +27,10 @@ from ..model.causal_lm import CausalLM
 from ..model.checkpoint import read_causal_lm
 from ..model.placement import Placement, Static
 from .base import Draft, MassProbe, Pick
-from .checkpoint import other_target, read_json
+from .checkpoint import read_json
+from .configs import PARD
 from .registry import drafts_of
+from .vocabulary import check_size
 
 _MOST_DRAFTS = 32
 _READ_ROWS = 512
@@ -58,15 +60,27 @@ class TokenCache:
     def capacity(self) -> int:
         return self.keys.capacity
 
+    @property
+    def limit(self) -> int | None:
+        return self.keys.limit
+
+    def reads(self, start: int, end: int) -> None:
+        self.keys.reads(start, end)
+
+    def rewind(self, length: int) -> None:
+        self.keys.rewind(length)
+        self.length = min(self.length, max(length - 1, 0))
+
     def blank(self) -> None:
         self.keys.blank()
 
     def unread(self, settings: DraftSettings) -> range:
-        """Positions of the tokens whose Keys are not cached as they are under `settings`."""
+        """Positions of the tokens whose Keys are not cached as they are under `settings`; none
+        behind the last that the draft LM has."""
         own = replace(settings, length=None)
         if self.settings != own:
             self.keys.length, self.settings = 0, own
-        return range(self.keys.length, self.length)
+        return range(self.keys.length, min(self.length, self.capacity))
 
     @contextmanager
     def borrowed(self, start: int, rows: int) -> Iterator[None]:
@@ -89,16 +103,17 @@ class Pard:
         self, model: CausalLM, mask_token: int, target: CausalLM, num_drafts: int = 7
     ) -> None:
         """model: the draft LM; num_drafts: tokens drafted by default. Raises SharpDraftError if it
-        has not the target's vocabulary."""
-        # A padded embedding has rows behind the vocabulary's end; all that the target can say is
-        # there.
-        if model.vocab_size < target.vocab_size:
-            raise other_target("vocabulary size", model.vocab_size, target.vocab_size)
+        has no such mask token."""
         if not 0 <= mask_token < model.vocab_size:
             raise SharpDraftError(
                 f"the drafter's pard_token is {mask_token}, its vocabulary has {model.vocab_size}"
             )
-        self.model, self.mask_token, self.vocab_size = model, mask_token, target.vocab_size
+        self.model, self.mask_token = model, mask_token
+        # Either may have rows behind the end of what both can say.
+        self.vocab_size = min(model.vocab_size, target.vocab_size)
+        self.token_of: Tensor | None = None
+        if model.vocab_size < target.vocab_size:
+            self.token_of = torch.arange(model.vocab_size, device=model.device)
         self.num_drafts, self.max_drafts = min(num_drafts, _MOST_DRAFTS), _MOST_DRAFTS
         self.views = (CAUSAL,) * model.num_layers
 
@@ -107,13 +122,24 @@ class Pard:
         """Read a published checkpoint directory. Raises SharpDraftError for anything that does not
         fit."""
         config, path = read_json(directory), directory / "config.json"
-        mask, drafts = config.get("pard_token"), config.get("num_drafts", 1)
-        if not isinstance(mask, int):
+        mask, drafts = (
+            config.get("pard_token", config.get("ptd_token_id")),
+            config.get("num_drafts", 1),
+        )
+        if type(mask) is not int:
             raise SharpDraftError(f"{path} has no pard_token: is it a PARD checkpoint?")
-        if not isinstance(drafts, int) or drafts < 1:
-            raise SharpDraftError(f"{path}: num_drafts is {drafts}, it must be at least 1")
-        model = read_causal_lm(directory, dtype=target.dtype, device=target.device)
-        return cls(model, mask, target, drafts_of(config))
+        drafts = drafts_of(config, "pard")
+        model = read_causal_lm(
+            directory, dtype=target.dtype, device=target.device, extra=PARD, role="drafter"
+        )
+        check_size(model.vocab_size, target, directory)
+        return cls(model, mask, target, drafts)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """The target's tokens, those that the draft LM does not have being masks to it."""
+        if self.token_of is None:
+            return tokens
+        return torch.where(tokens < self.model.vocab_size, tokens, self.mask_token)
 
     def new_cache(self, capacity: int) -> TokenCache:
         # A draft LM with fewer positions than the target drafts as far as it has any.
@@ -129,6 +155,7 @@ class Pard:
         features: Sequence[Tensor] = (),
     ) -> None:
         """Keep the tokens, which are read with the next draft; see `base.Drafter`."""
+        tokens = self._known(tokens)
         if isinstance(at, Static):
             slots = at.start + torch.arange(len(tokens), device=tokens.device)
             caches[0].ids.index_copy_(0, slots, tokens)
@@ -157,7 +184,6 @@ class Pard:
         """Read tokens that are unread until at most `leave` are left."""
         while len(unread := cache.unread(settings)) > leave:
             rows = min(len(unread), _READ_ROWS)
-            _require_room(cache, unread.start + rows)
             ids = cache.ids[unread.start : unread.start + rows][None]
             own = [settings.scale]
             self.model.forward(ids, cache.keys, logits_from=-1, scales=own, window=settings.view)
@@ -174,7 +200,7 @@ class Pard:
         probe: MassProbe | None = None,
     ) -> list[Draft]:
         """Draft `count` tokens behind each anchor in one pass; see `base.Drafter`."""
-        keys = [cache.keys for cache in caches]
+        keys, anchors = [cache.keys for cache in caches], self._known(anchors)
         masks = anchors.new_full((count - 1,), self.mask_token)
         if isinstance(at, Static):
             # The tokens that may be unread are those of the last block: they are read again.
@@ -204,7 +230,7 @@ class Pard:
             for cache in caches:
                 cache.keys.length = cache.length
         own_logits = logits.view(len(caches), count, -1)[..., : self.vocab_size]
-        chosen = [pick(own, None) for pick, own in zip(picks, own_logits, strict=True)]
+        chosen = [pick(own, self.token_of) for pick, own in zip(picks, own_logits, strict=True)]
         return [Draft.chain(*each) for each in chosen]
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import SharpDraftError, one_line
+from ..errors import SharpDraftError, note, one_line
 from .smollm2 import DRAFTER_FAMILIES, SMOLLM2, built_in_drafter, smollm2_dir
 
-_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt")
+_FILES = (
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "tokenizer*",
+    "*.model",
+    "merges.txt",
+    "mask_embedding.pt",
+)
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_PICKLED = ("pytorch_model*.bin",)
 _NOT_FILES = ("*/*", "consolidated*")
 
 
@@ -19,18 +30,27 @@ def target_dir(name: str, *, files: Sequence[str] = _FILES) -> Path:
 
 
 def drafter_dir(target: str, name: str | None) -> Path | None:
-    """The directory of a drafter: `name` is a local directory, a family that comes with the target,
+    """The directory of a drafter: `name` is a family that comes with the target, a local directory
     or a hub id; None for the target's own DFlash drafter, which it may not have. Raises
-    SharpDraftError as checkpoint_dir does."""
-    if name is None:
-        return built_in_drafter(target)
-    if name in DRAFTER_FAMILIES and not Path(name).is_dir():
-        if (own := built_in_drafter(target, name)) is None:
-            raise SharpDraftError(
-                f"no {name} drafter comes with {target}: give the directory of one, or train one"
-            )
+    SharpDraftError as checkpoint_dir does, for the target too where it has no such drafter."""
+    if name is not None and name not in DRAFTER_FAMILIES:
+        return checkpoint_dir(name)
+    own = built_in_drafter(target, name or "dflash")
+    hidden = name is not None and Path(name).is_dir()
+    if own is not None:
+        if hidden:
+            note(f"{name} is the drafter that comes with {target}; for the directory say ./{name}")
         return own
-    return checkpoint_dir(name)
+    if name is not None and hidden:
+        return checkpoint_dir(name)
+    if not _HUB_ID.fullmatch(target):
+        # A target that is not there is the first thing to say.
+        target_dir(target, files=("config.json",))
+    if name is not None:
+        raise SharpDraftError(
+            f"no {name} drafter comes with {target}: give the directory of one, or train one"
+        )
+    return None
 
 
 def checkpoint_dir(name_or_path: str, *, files: Sequence[str] = _FILES) -> Path:
@@ -57,12 +77,18 @@ def checkpoint_dir(name_or_path: str, *, files: Sequence[str] = _FILES) -> Path:
         RepositoryNotFoundError,
     )
 
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name_or_path, allow_patterns=list(files), ignore_patterns=list(_NOT_FILES)
-            )
+    def download(patterns: Sequence[str]) -> Path:
+        found = huggingface_hub.snapshot_download(
+            name_or_path, allow_patterns=list(patterns), ignore_patterns=list(_NOT_FILES)
         )
+        return Path(found)
+
+    try:
+        found = download(files)
+        # Where weights are published both ways, one is enough.
+        if files == _FILES and not any(found.glob("*.safetensors")):
+            found = download(_PICKLED)
+        return found
     except HFValidationError as error:
         raise SharpDraftError(
             f"'{name_or_path}' does not exist, and cannot be a Hugging Face hub id either"
