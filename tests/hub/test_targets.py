@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoTokenizer, GPT2Config
 
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.hub.targets import load_target, load_tokenizer
+from sharpdraft.hub.targets import load_target, load_tokenizer, read_tokenizer
+from sharpdraft.workloads.chat import Chat
 from support.hub import edit_config, edit_weights, load_error, make_model, save
 
 
@@ -162,7 +164,7 @@ def test_sliding_window(tmp_path: Path) -> None:
     [
         ("config.json", "holds no config.json"),
         ("tokenizer.json", "holds no tokenizer"),
-        ("model.safetensors", "no *.safetensors"),
+        ("model.safetensors", "holds no model.safetensors, no pytorch_model.bin"),
     ],
 )
 def test_missing_file(llama: Path, lost: str, said: str) -> None:
@@ -234,3 +236,31 @@ def test_no_modelling_code_is_imported(llama: Path) -> None:
 def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, sharpdraft\nassert 'torch' not in sys.modules and sharpdraft.__all__"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_tokenizer_comes_before_the_weights(
+    monkeypatch: pytest.MonkeyPatch, llama: Path
+) -> None:
+    """So that what is wrong with a chat template is met before gigabytes are fetched."""
+    asked: list[list[str]] = []
+
+    def download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
+        asked.append(allow_patterns)
+        return str(llama)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    tokenizer = read_tokenizer("some/model")
+    assert tokenizer("a b").input_ids == [64, 94, 65]
+    assert asked and "safetensors" not in str(asked) and ".bin" not in str(asked)
+    (llama / "tokenizer.json").unlink()
+    assert load_target(str(llama), device="cpu", tokenizer=tokenizer)[1] is tokenizer
+
+
+def test_the_chat_template_is_what_transformers_makes_of_the_files(llama: Path) -> None:
+    path = llama / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    path.write_text(json.dumps(config | {"chat_template": named}))
+    assert Chat(read_tokenizer(str(llama))).template == "d"
+    (llama / "chat_template.jinja").write_text("j")
+    assert Chat(read_tokenizer(str(llama))).template == "j"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -30,8 +32,13 @@ class Checkpoints:
     drafter: Path
 
 
-def save_checkpoints(folder: Path) -> Checkpoints:
-    model = make_model("llama")
+def save_checkpoints(
+    folder: Path,
+    target: Mapping[str, Any] = MappingProxyType({}),
+    drafter: Mapping[str, Any] = MappingProxyType({}),
+) -> Checkpoints:
+    """target, drafter: what their configs have otherwise."""
+    model = make_model("llama", **target)
     model.config.eos_token_id = model.generation_config.eos_token_id = 2
     model.save_pretrained(folder / "target")
     words = ["<unk>", "<|im_start|>", "<|im_end|>", "<mask>", "user", "assistant"]
@@ -43,7 +50,8 @@ def save_checkpoints(folder: Path) -> Checkpoints:
     )
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder / "target")
-    save(folder / "drafter", drafter_config(), drafter_tensors(drafter_config()))
+    config = drafter_config(**drafter)
+    save(folder / "drafter", config, drafter_tensors(config))
     (folder / "drafter" / "sharpdraft.json").write_text(
         json.dumps({"policy": {"kind": "fixed_slope", "reference": 40}})
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -11,70 +10,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpdraft.errors import SharpDraftError
-from sharpdraft.lab.table import label
+from sharpdraft.errors import SharpDraftNote
 from sharpdraft.train.sessions import write_wave
-from sharpdraft.workloads.tasks import Task, Turn, bucket_of, built_in, from_file, turns_of
+from sharpdraft.workloads.tasks import Task, Turn, built_in, digest, from_file, turns_of
 from support.tiny import PROMPT, Tiny
 
 
-def tasks_from(folder: Path, text: str | bytes) -> list[Task]:
-    path = folder / "prompts.txt"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return from_file(path, 50)
+def test_digests_of_earlier_runs_are_still_theirs(tmp_path: Path) -> None:
+    """What stands in the rows of runs from before prompt files had other shapes."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        '{"prompt": "one"}\n\nplain text\n{"turns": ["a", "b {x}"], "name": "two", "other": 1}\r\n'
+    )
+    assert digest(from_file(path, 50)) == "e826499b368c0043"
+    assert digest(built_in()) == "18b1ac93907297ee"
+    path.write_text('{"prompt": "one", "messages": []}\n{"turns": ["a"], "prompt": "b"}\n')
+    with pytest.warns(SharpDraftNote, match="not used: messages, prompt"):
+        assert digest(from_file(path, 192)) == "d744022780f67394"
 
 
-def test_prompts_as_text(tmp_path: Path) -> None:
-    assert tasks_from(tmp_path, "Say hello.\n\n  \nWhat is β?\r\n") == [
-        Task("line-1", ("Say hello.",), 50),
-        Task("line-4", ("What is β?",), 50),
-    ]
-
-
-def test_prompts_as_json_lines(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "one"},
-        {"turns": ["a", "b {x}"], "name": "two"},
-        {"name": 3, "prompt": "c", "other": None},
-    ]
-    assert tasks_from(tmp_path, "\n".join(map(json.dumps, rows))) == [
-        Task("line-1", ("one",), 50),
-        Task("two", ("a", "b {x}"), 50),
-        Task("3", ("c",), 50),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "holds no prompt"),
-        (" \n\t\n", "holds no prompt"),
-        ('fine\n{"prompt": "x"', "line 2: not JSON"),
-        ('{"prompt": ""}', 'line 1: needs "prompt"'),
-        ('{"prompt": 7}', 'line 1: needs "prompt"'),
-        ('fine\n\n{"other": "x"}', 'line 3: needs "prompt"'),
-        ('{"turns": []}', 'line 1: needs "prompt" (text) or "turns"'),
-        ('{"turns": "abc"}', "line 1: needs"),
-        ('{"turns": ["a", " "]}', "line 1: needs"),
-        ('{"turns": null, "prompt": "a"}', "line 1: needs"),
-        (
-            '{"name": "a", "prompt": "b"}\n{"name": "a", "prompt": "c"}',
-            "every name must be given once",
-        ),
-        (b"\xff\xfe", "cannot read the prompt file"),
-    ],
-)
-def test_prompt_files_that_are_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
-    with pytest.raises(SharpDraftError) as caught:
-        tasks_from(tmp_path, text)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-    assert str(tmp_path / "prompts.txt") in str(caught.value)
-
-
-def test_prompt_file_that_is_not_there(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.txt", tmp_path):
-        with pytest.raises(SharpDraftError, match="cannot read the prompt file"):
-            from_file(path, 5)
+def test_digests_tell_system_messages_apart() -> None:
+    tasks = [[Task("a", ("b",), 9, system)] for system in (None, "", "be kind")]
+    assert len({digest(each) for each in tasks}) == 3
 
 
 def test_built_in_sessions() -> None:
@@ -119,13 +76,3 @@ def test_turns_of_a_wave_are_its_prompts_and_answers(llama: Tiny) -> None:
 
 def test_turns_of_nothing() -> None:
     assert turns_of(torch.zeros(5, dtype=torch.bool)) == []
-
-
-def test_buckets() -> None:
-    assert [bucket_of(n, (512, 1024)) for n in (1, 512, 513, 1024, 1025)] == [0, 0, 1, 1, None]
-    assert [label(i, (100, 512, 1024, 4096)) for i in range(4)] == [
-        "0-100",
-        "100-512",
-        "512-1K",
-        "1K-4K",
-    ]

@@ -21,6 +21,7 @@ from ..model.config import Config
 from .checkpoints import target_dir
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_WITHOUT_WEIGHTS = ("*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt")
 # Classes with nothing of their own. Of Qwen 2 AutoTokenizer takes another class than it is told.
 _PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
@@ -32,13 +33,15 @@ def load_target(
     dtype: torch.dtype | None = None,
     weight_dtype: torch.dtype | None = None,
     rounded: bool = False,
+    tokenizer: Any = None,
 ) -> tuple[CausalLM, Any]:
     """The target called `name` and its tokenizer.
 
     name: SMOLLM2, a local directory in transformers' format, or a hub id. device: CUDA if there is
     one, else MPS, else CPU. dtype: float32 on CPU and MPS, else the checkpoint's own. weight_dtype:
     as in CausalLM. rounded: round matrices to bfloat16 first, which a CPU then reads in half the
-    memory (see Linear); another model, strictly.
+    memory (see Linear); another model, strictly. tokenizer: its tokenizer, where that is read
+    already.
 
     `target.config.eos_token_id` is the generation config's where it has one: all tokens that end a
     turn.
@@ -50,7 +53,8 @@ def load_target(
         dtype = torch.float32
     config = read_config(target_dir(name, files=("config.json",)))
     directory = target_dir(name)
-    tokenizer = _tokenizer(directory, config)
+    if tokenizer is None:
+        tokenizer = _tokenizer(directory, config)
     try:
         target = read_causal_lm(
             directory, device=where, dtype=dtype, weight_dtype=weight_dtype, rounded=rounded
@@ -62,6 +66,13 @@ def load_target(
         ) from error
     target.config = replace(config, eos_token_id=_ends(directory, config))
     return target, tokenizer
+
+
+def read_tokenizer(name: str) -> Any:
+    """The tokenizer of the target `name`, without its weights. Raises SharpDraftError as
+    load_target does."""
+    directory = target_dir(name, files=_WITHOUT_WEIGHTS)
+    return _tokenizer(directory, read_config(directory))
 
 
 def load_tokenizer(name: str) -> tuple[Path, Any, int, tuple[int, ...]]:

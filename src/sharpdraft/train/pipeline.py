@@ -4,7 +4,7 @@ sessions."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..errors import SharpDraftError
-from ..hub.targets import load_target, pick_device, stop_tokens
+from ..hub.targets import load_target, pick_device, read_tokenizer, stop_tokens
 from ..model.causal_lm import CausalLM
 from ..model.linear import fast_bfloat16
-from ..workloads.chat import chat_tokens
+from ..model.rotary import head_order
+from ..workloads.chat import Chat, ChatSettings
+from ..workloads.registry import workloads_of
 from ..workloads.tasks import built_in, turns_of
+from ..workloads.workload import Reader
 from . import dflash, eagle3, pard, prompts
 from .corpus import Corpus
 from .sessions import save_wave, session_turns, write_wave
@@ -50,6 +53,7 @@ def distil(
     text: Path | None = None,
     start: Path | None = None,
     first_wave: int = 0,
+    chat: ChatSettings | None = None,
     progress: ProgressBar,
 ) -> Path:
     """Write `tokens` tokens of text in waves, train a drafter of `family` on them, export; what is
@@ -58,11 +62,16 @@ def distil(
     text: where the text is or goes; default `out`/text. It may be another family's, if it holds the
     layers that this one reads. start: a drafter's directory to go on from, instead of layers of the
     target. first_wave: number of the first wave of text, each number being another text, so that a
-    drafter can go on with text it has not seen.
+    drafter can go on with text it has not seen. chat: what the chat template is told.
 
     Returns the drafter's directory. Raises SharpDraftError when a file cannot be written or read.
     """
-    target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype(device))
+    target, template, stops = _load(target_name, device, chat)
+    if target.rotary.limit is not None or head_order(target.config) is not None:
+        raise SharpDraftError(
+            "no drafter is trained for this target: its rotary positions turn a part of each head, "
+            "or neighbours, or change with the length of the text"
+        )
     module: Any = _FAMILIES[family]
     recipe = RECIPES[family] if start is None else module.Recipe.of(start)
     if steps is not None:
@@ -80,12 +89,14 @@ def distil(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         about = {"target": target_name, "batch": batch, "context": context}
+        if told := template.settings.to_dict():
+            about["template"] = told
         taps = _same_text(folder / "about.json", about, recipe.reads)
         waves = max(1, round(tokens / (batch * context)))
 
         def wave(number: int, held_out: bool) -> Path:
             return _wave(
-                target, tokenizer, folder, number, held_out, batch, context, taps, progress
+                target, template, stops, folder, number, held_out, batch, context, taps, progress
             )
 
         held = Corpus([wave(i, True) for i in range(_HELD_OUT_WAVES)], taps)
@@ -122,15 +133,24 @@ def record_sessions(
     target_name: str,
     out: Path,
     *,
+    workload: str = "greedy",
     sessions: int | None,
     length: int,
     device: str | None,
+    chat: ChatSettings | None = None,
     progress: ProgressBar,
 ) -> None:
-    """Write the built-in sessions' texts: tokens uint16 (int32 for a vocabulary beyond it) and
-    turns int32 [turns, 3] (see workloads.tasks.Turn) of each. Raises SharpDraftError when the file
-    cannot be written."""
-    target, tokenizer = load_target(target_name, device=device, weight_dtype=_writing_dtype(device))
+    """Write the texts of a workload's sessions, at its temperature: tokens uint16 (int32 for a
+    vocabulary beyond it) and turns int32 [turns, 3] (see workloads.tasks.Turn) of each. chat: what
+    the chat template is told. Raises SharpDraftError for a workload of single turns, and when the
+    file cannot be written."""
+    (chosen,) = workloads_of([workload])
+    tasks = list(chosen.tasks(Reader(read_tokenizer(target_name), length, sessions)))
+    if any(len(task.turns) == 1 for task in tasks):
+        raise SharpDraftError(
+            f"{workload} asks one question a text: a bench reads the texts, nothing is recorded"
+        )
+    target, template, stops = _load(target_name, device, chat)
     if length > target.max_positions:
         raise SharpDraftError(
             f"--length {length}: this target takes at most {target.max_positions} tokens"
@@ -139,17 +159,15 @@ def record_sessions(
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SharpDraftError(f"cannot write to {out} ({error}): give another --out") from error
-    tasks = built_in()[:sessions]
-    turns = [
-        [chat_tokens(tokenizer, turn, first=i == 0) for i, turn in enumerate(task.turns)]
-        for task in tasks
-    ]
+    turns = [list(template.prompts(task)) for task in tasks]
     with progress(length, "recording") as (bar, task_id):
         wave = write_wave(
             target,
             turns,
             length,
-            _end_of_turn(target),
+            template.end_of_turn,
+            stops=stops,
+            temperature=chosen.temperature,
             on_step=lambda step: bar.update(task_id, completed=step + 1),
         )
     ids = torch.uint16 if target.vocab_size <= 2**16 else torch.int32
@@ -157,9 +175,11 @@ def record_sessions(
     for task, tokens, written in zip(tasks, wave["tokens"], wave["written"], strict=True):
         tensors[f"{task.name}.tokens"] = tokens.to(ids)
         spans = [(t.start, t.answer, t.end) for t in turns_of(written)]
+        if spans:
+            spans[0] = (template.lead(task), *spans[0][1:])
         tensors[f"{task.name}.turns"] = torch.tensor(spans, dtype=torch.int32)
     try:
-        save_file(tensors, str(out))
+        save_file(tensors, str(out), {"target": target_name, "workload": workload})
     except (SafetensorError, OSError) as error:
         raise SharpDraftError(
             f"cannot write to {out} ({error}): make room and run the same command again"
@@ -192,7 +212,8 @@ def _same_text(path: Path, about: dict[str, Any], reads: Sequence[int]) -> tuple
 
 def _wave(
     target: CausalLM,
-    tokenizer: Any,
+    chat: Chat,
+    stops: Collection[int],
     folder: Path,
     index: int,
     held_out: bool,
@@ -204,13 +225,14 @@ def _wave(
     path = folder / f"{'held' if held_out else 'wave'}-{index:03d}.safetensors"
     if path.exists():
         return path
-    turns = session_turns(prompts.sessions(index, held_out=held_out), tokenizer, batch)
+    turns = session_turns(prompts.sessions(index, held_out=held_out), chat, batch)
     with progress(context, f"writing text, {path.stem}") as (bar, task):
         wave = write_wave(
             target,
             turns,
             context,
-            _end_of_turn(target),
+            chat.end_of_turn,
+            stops=stops,
             taps=taps,
             seed=index,
             on_step=lambda step: bar.update(task, completed=step + 1),
@@ -219,11 +241,17 @@ def _wave(
     return path
 
 
-def _end_of_turn(target: CausalLM) -> int:
-    ends = stop_tokens(target.config.eos_token_id)
-    if not ends:
-        raise SharpDraftError("the target's config names no token that ends a turn (eos_token_id)")
-    return ends[0]
+def _load(
+    name: str, device: str | None, settings: ChatSettings | None
+) -> tuple[CausalLM, Chat, tuple[int, ...]]:
+    """The target, its chat template, which is met before the weights are read, and the tokens that
+    end an answer."""
+    chat = Chat(read_tokenizer(name), settings)
+    chat.check(built_in()[:1])
+    target, _ = load_target(
+        name, device=device, weight_dtype=_writing_dtype(device), tokenizer=chat.tokenizer
+    )
+    return target, chat, chat.stops(stop_tokens(target.config.eos_token_id))
 
 
 def _writing_dtype(device: str | None) -> torch.dtype | None:

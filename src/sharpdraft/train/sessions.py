@@ -8,7 +8,7 @@ padding, no masks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..decode.sampling import draws
 from ..model.causal_lm import CausalLM
-from ..workloads.chat import chat_tokens
+from ..workloads.chat import Chat
 
 # Greedy text is what greedy decoding meets, but alike prompts give alike answers: some answers
 # begin with a few sampled tokens and go on greedily from there.
@@ -38,16 +38,17 @@ def write_wave(
     length: int,
     end_of_turn: int,
     *,
+    stops: Collection[int] = (),
     taps: Sequence[int] | None = None,
     seed: int | None = None,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> dict[str, Tensor]:
     """Write one wave of sessions, `length` tokens each.
 
-    turns: for each session the tokens of its user turns (see `chat_tokens`), taken round and round.
+    turns: for each session the tokens of its user turns (see `Chat.prompt`), taken round and round.
 
-    An answer ends at the target's end of turn, at 192 tokens, or when it loops; the next turn
-    follows.
+    An answer ends at `end_of_turn` or one of `stops`, or else is cut at 192 tokens, or when it
+    loops, and `end_of_turn` put behind it; the next turn follows.
 
     seed: for the answers that begin with a few sampled tokens; None for none. taps: layers whose
     hidden states are kept; None for none.
@@ -86,7 +87,7 @@ def write_wave(
             else:
                 written[row, step] = True
             answers[row].append(token)
-            ended = token == end_of_turn
+            ended = token == end_of_turn or token in stops
             if ended or len(answers[row]) >= _ANSWER_LIMIT or _loops(answers[row]):
                 turn[row] += 1
                 session = turns[row]
@@ -130,11 +131,8 @@ def save_wave(wave: dict[str, Tensor], path: Path) -> None:
     os.replace(partial, path)
 
 
-def session_turns(sessions: Iterator[list[str]], tokenizer, count: int) -> list[list[list[int]]]:  # type: ignore[no-untyped-def]
+def session_turns(sessions: Iterator[list[str]], chat: Chat, count: int) -> list[list[list[int]]]:
     """Tokens of the user turns of `count` sessions, each long enough to fill a wave without
     repeating."""
     chained = [[turn for _ in range(_CHAINED) for turn in next(sessions)] for _ in range(count)]
-    return [
-        [chat_tokens(tokenizer, turn, first=i == 0) for i, turn in enumerate(turns)]
-        for turns in chained
-    ]
+    return [[chat.prompt(turn, first=i == 0) for i, turn in enumerate(turns)] for turns in chained]

@@ -6,26 +6,28 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..errors import SharpDraftError
+from ..errors import SharpDraftError, note
 from ..hub.smollm2 import recording
+from .prompts import conversation_of, read_rows
 
 
 @dataclass(frozen=True)
 class Task:
-    """A session: the user's turns, and how long an answer may get."""
+    """A session: the user's turns, how long an answer may get, and the system message."""
 
     name: str
     turns: tuple[str, ...]
     answer_tokens: int = 192
+    # Left out of repr, so that the digests of runs from before them are still theirs.
+    system: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -53,49 +55,37 @@ def built_in() -> list[Task]:
 
 
 def from_file(path: Path, answer_tokens: int) -> list[Task]:
-    """Tasks from JSON lines with "turns" (a list) or "prompt" (a string) and optionally "name", or
-    from a text file with one prompt a line. Raises SharpDraftError for a file that holds no prompt
-    or cannot be read."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SharpDraftError(f"cannot read the prompt file {path}: {error}") from error
-    tasks = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        row: object = line
-        if line.lstrip().startswith("{"):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise SharpDraftError(f"{path}, line {number}: not JSON ({error})") from error
-        turns: Any = [line]
-        name = f"line-{number}"
-        if isinstance(row, dict):
-            turns = row["turns"] if "turns" in row else [row.get("prompt")]
-            name = str(row.get("name", name))
-        if (
-            not isinstance(turns, list)
-            or not turns
-            or not all(isinstance(t, str) and t.strip() for t in turns)
-        ):
-            raise SharpDraftError(
-                f'{path}, line {number}: needs "prompt" (text) or "turns" (a list of texts)'
-            )
-        tasks.append(Task(name, tuple(turns), answer_tokens))
+    """The tasks of a prompt file, of any format and shape that docs/benchmark.md names. Notes what
+    its rows have that is not asked. Raises SharpDraftError for a file that holds no prompt or
+    cannot be read."""
+    tasks: dict[str, Task] = {}
+    left_out: set[str] = set()
+    for where, row in read_rows(path):
+        try:
+            found = conversation_of(row)
+        except ValueError as error:
+            raise SharpDraftError(f"{path}, {where}: {error}") from error
+        own = row.get("name") if isinstance(row, dict) else None
+        name = where.replace(" ", "-") if own is None else str(own)
+        if name in tasks:
+            raise SharpDraftError(f"{path}: every name must be given once, and {name} is twice")
+        tasks[name] = Task(name, found.turns, answer_tokens, found.system)
+        left_out |= found.left_out
     if not tasks:
         raise SharpDraftError(
             f"{path} holds no prompt: write one a line, or JSON lines with prompt or turns"
         )
-    if len({task.name for task in tasks}) != len(tasks):
-        raise SharpDraftError(f"{path}: every name must be given once")
-    return tasks
+    if left_out:
+        note(f"{path}: what is asked are the users' texts; not used: {', '.join(sorted(left_out))}")
+    return list(tasks.values())
 
 
 def digest(tasks: Sequence[Task]) -> str:
     """Tells one set of tasks from another."""
-    return hashlib.sha256(repr(tasks).encode()).hexdigest()[:16]
+    text = repr(list(tasks))
+    if any(task.system is not None for task in tasks):
+        text += repr([task.system for task in tasks])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def recordings() -> list[Recording]:
@@ -124,9 +114,3 @@ def turns_of(written: Tensor) -> list[Turn]:
     )
     starts, ends = (edges == 1).nonzero()[:, 0].tolist(), (edges == -1).nonzero()[:, 0].tolist()
     return [Turn(0 if i == 0 else ends[i - 1], starts[i], ends[i]) for i in range(len(starts))]
-
-
-def bucket_of(context: int, edges: Sequence[int]) -> int | None:
-    """Index of the bucket (0, e0], (e0, e1], … that a context length falls into; None beyond the
-    last."""
-    return next((i for i, edge in enumerate(edges) if context <= edge), None)
