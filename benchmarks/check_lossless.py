@@ -1,48 +1,63 @@
 """Are the tokens of a bench run those of transformers? Reads the run's rows and asks transformers'
 own forward.
 
-    python benchmarks/check_lossless.py sharpdraft-bench/rows.jsonl [--generate 32]
+    python benchmarks/check_lossless.py sharpdraft-bench/rows.jsonl [--prompts FILE] [--generate 32]
 
-Every answer of a recorded session is given to transformers behind the same prefix, and each token
-compared with the argmax there, which is what greedy `generate` would have written. With --generate
-N, `generate` itself writes the first N tokens of every answer. A difference is printed with the gap
-between the two logits.
+Every answer is given to transformers behind the same prefix, and each token compared with the
+argmax there, which is what greedy `generate` would have written. With --generate N, `generate`
+itself writes the first N tokens of every answer. A difference is printed with the gap between the
+two logits. Rows do not hold what was asked: a run of --prompts needs the same file here.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import track
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from sharpdraft.hub.smollm2 import smollm2_dir
-from sharpdraft.workloads.tasks import recordings
+from sharpdraft.errors import SharpDraftError
+from sharpdraft.hub.smollm2 import SMOLLM2
+from sharpdraft.hub.targets import load_tokenizer
+from sharpdraft.lab.plan import Row, measured, row_of
+from sharpdraft.workloads.chat import Chat, ChatSettings
+from sharpdraft.workloads.tasks import Task, built_in, from_file, recordings
+
+Prefixed = list[tuple[Row, list[int]]]
+"""Rows of a session in order, and what stands before each answer."""
 
 
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=Path)
+    parser.add_argument("--prompts", type=Path)
     parser.add_argument("--generate", type=int, default=0)
     options = parser.parse_args()
-    rows = [json.loads(line) for line in options.rows.read_text(encoding="utf-8").splitlines()][1:]
-    model = AutoModelForCausalLM.from_pretrained(smollm2_dir(), dtype=torch.float32)
-    by_name = {recording.name: recording for recording in recordings()}
+    header, *lines = map(json.loads, options.rows.read_text(encoding="utf-8").splitlines())
+    rows = measured(lines)
+    _check(header["plan"], rows)
+    directory, tokenizer, _, ends = load_tokenizer(header["plan"]["target"])
+    chat = Chat(tokenizer, ChatSettings(**header["plan"].get("template", {})))
+    sessions = _sessions(header["plan"], rows, options.prompts, chat, chat.stops(ends))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     checked = generated = arms = 0
     differences: list[str] = []
-    for name in track(sorted({row["session"] for row in rows}), description="sessions"):
+    for name in track(sorted(sessions), description="sessions"):
         cache = DynamicCache(config=model.config)
-        tokens = torch.tensor([by_name[name].tokens])
-        for row in sorted((r for r in rows if r["session"] == name), key=lambda r: r["turn"]):
+        for row, prefix in sessions[name]:
             start, answer = row["context"], torch.tensor([row["tokens"]])
+            tokens = torch.tensor([prefix])
             for at in range(cache.get_seq_length(), start - 1, 512):
                 model(tokens[:, at : min(at + 512, start - 1)], past_key_values=cache)
             logits = model(
-                torch.cat((tokens[:, start - 1 : start], answer[:, :-1]), 1), past_key_values=cache
+                torch.cat((tokens[:, start - 1 :], answer[:, :-1]), 1), past_key_values=cache
             ).logits[0]
             top = logits.max(-1)
             for i in (top.indices != answer[0]).nonzero()[:, 0].tolist():
@@ -52,13 +67,11 @@ def main() -> None:
             arms += sum(arm["tokens"] for arm in row["arms"].values()) - answer.shape[1]
             cache.crop(-(cache.get_seq_length() - (start - 1)))
             if options.generate:
-                count = min(options.generate, answer.shape[1])
-                prompt = tokens[:, :start]
                 written = model.generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
+                    tokens,
+                    attention_mask=torch.ones_like(tokens),
                     past_key_values=cache,
-                    max_new_tokens=count,
+                    max_new_tokens=min(options.generate, answer.shape[1]),
                     do_sample=False,
                     pad_token_id=0,
                 )[0, start:]
@@ -78,5 +91,68 @@ def main() -> None:
     print("\n".join(differences))
 
 
+def _check(plan: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Raises SharpDraftError for rows that are not to be compared with greedy decoding here."""
+    if plan["sampling"]["temperature"]:
+        raise SharpDraftError("this run was sampled: only greedy answers can be checked")
+    if "weights in" in plan["target"]:
+        raise SharpDraftError(
+            "this run rounded the target's weights (--weights), which makes it another model"
+        )
+    if any("requests" in row for row in rows):
+        raise SharpDraftError("this run was an engine's or a server's: only the lab's are checked")
+
+
+def _sessions(
+    plan: Mapping[str, Any],
+    rows: Sequence[Row],
+    prompts: Path | None,
+    chat: Chat,
+    stop: Sequence[int],
+) -> dict[str, Prefixed]:
+    """All rows, session by session. Raises SharpDraftError where their texts are not known."""
+    if prompts is None and plan["target"] == SMOLLM2:
+        texts = {recording.name: recording.tokens for recording in recordings()}
+    else:
+        texts = {}
+    tasks = {task.name: task for task in (from_file(prompts, 2) if prompts else built_in())}
+    found: dict[str, Prefixed] = {}
+    for name in {row["session"] for row in rows}:
+        own = sorted((row for row in rows if row["session"] == name), key=lambda row: row["turn"])
+        if name in texts:
+            found[name] = [(row, list(texts[name][: row["context"]])) for row in own]
+        elif name in tasks:
+            found[name] = list(_written(tasks[name], own, chat, stop))
+        else:
+            asked = "is not in that file" if prompts else "is of a prompt file"
+            raise SharpDraftError(f"session {name} {asked}: give the run's own with --prompts FILE")
+    return found
+
+
+def _written(
+    task: Task, rows: Sequence[Row], chat: Chat, stop: Sequence[int]
+) -> Iterator[tuple[Row, list[int]]]:
+    """The measured turns of a session that was written live, which are its first ones. Raises
+    SharpDraftError for a task that is another one than the run's."""
+    tokens: list[int] = []
+    for number, prompt in enumerate(chat.prompts(task)):
+        row = row_of(rows, task.name, number)
+        if row is None:
+            return
+        # An answer that was cut off got the end of turn that it lacked.
+        lacks = number and tokens[-1] not in stop
+        tokens = [*tokens, *([chat.end_of_turn] if lacks else []), *prompt]
+        if len(tokens) != row["context"]:
+            raise SharpDraftError(
+                f"session {task.name}, turn {number}: the prompt has {len(tokens)} tokens, and the "
+                f"run's had {row['context']}: give the run's own file with --prompts"
+            )
+        yield row, tokens
+        tokens = tokens + row["tokens"]
+
+
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SharpDraftError as error:
+        sys.exit(f"error: {error}")

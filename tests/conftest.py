@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 if TYPE_CHECKING:
     from support.checkpoints import Checkpoints
     from support.command import Run
+    from support.server import Handler, Serving
     from support.tiny import Tiny
 
 
@@ -72,3 +74,19 @@ def run(
     from support.command import command_line
 
     return command_line(monkeypatch, capsys, tmp_path)
+
+
+@pytest.fixture
+def serving() -> Iterator[Serving]:
+    from support.server import serve
+
+    with serve() as start:
+        yield start
+
+
+@pytest.fixture
+def server(serving: Serving) -> tuple[str, type[Handler]]:
+    from support.server import Handler
+
+    handler = type("Fresh", (Handler,), {"asked": [], "drafts": 7, "accepted": 3})
+    return serving(handler), handler

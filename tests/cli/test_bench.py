@@ -14,7 +14,7 @@ from sharpdraft.hub import checkpoints
 from sharpdraft.lab.plan import RunLog
 from sharpdraft.workloads import tasks
 from sharpdraft.workloads.tasks import Recording, Turn
-from support.checkpoints import CHAT, Checkpoints
+from support.checkpoints import Checkpoints
 from support.command import Result, Run, check_one_line
 from support.tiny import POSITIONS, VOCAB, continuation
 
@@ -30,7 +30,7 @@ def test_bench_says_what_is_wrong(run: Run, saved: Checkpoints, tmp_path: Path) 
     bad.write_text('{"prompt": "w9"}\n{"prompt": 3}\n')
     prompts = ("--prompts", good)
     check_one_line(run("bench", *both, "--prompts", none), f"cannot read the prompt file {none}")
-    check_one_line(run("bench", *both, "--prompts", bad), f'{bad}, line 2: needs "prompt"')
+    check_one_line(run("bench", *both, "--prompts", bad), f'{bad}, line 2: "prompt" is 3')
     check_one_line(run("bench", *both, *prompts, "--arms", "ar,froze"), "arm 'froze': unknown")
     check_one_line(run("bench", *both, *prompts, "--arms", " ,"), "--arms names no arm")
     check_one_line(
@@ -47,28 +47,31 @@ def test_bench_says_what_is_wrong(run: Run, saved: Checkpoints, tmp_path: Path) 
         run("bench", "--target", saved.target, *prompts), f"no drafter comes with {saved.target}"
     )
     check_one_line(run("bench", *both, *prompts, "--out", good), str(good))
+    for options, message in (
+        (("--mass-every", 2), "--mass-every is for replayed arms: name some with --replay"),
+        (("--concurrency", 2), "--concurrency is for --engine and --base-url"),
+        (("--engine-args", "[]"), "--engine-args is for --engine and --base-url"),
+    ):
+        check_one_line(run("bench", *both, *prompts, *options), message)
     good.write_text("w9 " * POSITIONS)
-    check_one_line(run("bench", *both, *prompts), "nothing was measured")
+    check_one_line(
+        run("bench", *both, *prompts),
+        f"nothing was measured: 1 turn, no room for an answer in the target's context of "
+        f"{POSITIONS} tokens: line-1 (",
+    )
 
 
 @pytest.mark.parametrize(
-    ("template", "tokenizer"),
-    [
-        (None, {}),
-        ("{% for m in messages %}[INST] {{ m['content'] }} {% endfor %}", {}),
-        (CHAT, {"eos_token": None}),
-    ],
+    "template", [None, "{% for m in messages %}[INST] {{ m['content'] }} {% endfor %}"]
 )
 def test_bench_of_a_target_that_does_not_chat_like_this(
-    run: Run, saved: Checkpoints, tmp_path: Path, template: str | None, tokenizer: dict[str, Any]
+    run: Run, saved: Checkpoints, tmp_path: Path, template: str | None
 ) -> None:
     target = tmp_path / "target"
     shutil.copytree(saved.target, target)
     (target / "chat_template.jinja").unlink()
     if template is not None:
         (target / "chat_template.jinja").write_text(template)
-    config = json.loads((target / "tokenizer_config.json").read_text())
-    (target / "tokenizer_config.json").write_text(json.dumps(config | tokenizer))
     (tmp_path / "prompts.jsonl").write_text('{"turns": ["w9", "w10"]}\n')
     result = run(
         *("bench", "--target", target, "--drafter", saved.drafter),
@@ -227,7 +230,7 @@ def test_demo_and_bench_of_recorded_sessions(
     turns = tuple(Turn(start, start + 10, start + 50) for start in (0, 50, 100))
     sessions = [Recording(name, tuple(tokens), turns) for name in ("one", "two")]
     monkeypatch.setattr(tasks, "recordings", lambda: sessions)
-    monkeypatch.setattr(checkpoints, "built_in_drafter", lambda target: saved.drafter)
+    monkeypatch.setattr(checkpoints, "built_in_drafter", lambda *names: saved.drafter)
     for module in ("demo", "bench"):
         monkeypatch.setattr(f"sharpdraft.cli.{module}.SMOLLM2", str(saved.target))
     demo = run("demo", "--out", tmp_path / "demo")

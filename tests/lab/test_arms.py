@@ -88,6 +88,7 @@ def test_arms_that_do_not_exist(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("froze", "arm 'froze': unknown; known are ar, frozen, sharpdraft, "),
         ("ar+window@9", "arm 'ar' in 'ar+window@9': unknown"),
         ("window@9+window@10", "arm 'window@10' in 'window@9+window@10': view is named twice"),
         ("fixed@2+sharpdraft", "scale is named twice"),

@@ -10,6 +10,7 @@ import torch
 
 from sharpdraft.decode.session import Session
 from sharpdraft.lab.measure import run_live
+from sharpdraft.lab.plan import measured
 from sharpdraft.workloads.tasks import Task
 from support.drafters import make_drafter
 from support.lab import plan_of, without_times
@@ -39,7 +40,9 @@ def live(
     """Run all turns that are not done yet."""
     session = Session(tiny.target, make_drafter(tiny.target), **options)
     rows = list(done)
-    run_live(session, TASK, iter(PROMPTS), LIVE, (VOCAB - 1,), rows, rows.append)
+    # The template's own end of turn is not the first of the tokens that end one.
+    ends = (VOCAB - 2, VOCAB - 1)
+    run_live(session, TASK, iter(PROMPTS), LIVE, ends, rows, rows.append, end_of_turn=VOCAB - 1)
     return session, rows
 
 
@@ -90,7 +93,10 @@ def test_arms_take_turns_in_coming_first(llama: Tiny) -> None:
     session = Session(llama.target, make_drafter(llama.target))
     said: list[str] = []
     plan = plan_of("ar", "frozen", "fixed@1.2")
-    run_live(session, TASK, iter(PROMPTS[:4]), plan, (), [], lambda row: None, said.append)
+    run_live(
+        *(session, TASK, iter(PROMPTS[:4]), plan, (), [], lambda row: None, said.append),
+        end_of_turn=None,
+    )
     names = [text.split()[0] for text in said]
     ar, frozen, fixed = "ar", "frozen", "fixed@1.2"
     assert names == [ar, frozen, fixed, frozen, fixed, ar, fixed, ar, frozen, ar, frozen, fixed]
@@ -110,9 +116,16 @@ def test_live_run_ends_with_the_context(
     for capacity in (12, 29, 31, 40):  # Within answers and prompts, and at their ends.
         session, rows = live(llama, [], capacity=capacity)
         assert len(session.tokens) <= capacity
-        for row, full in zip(rows, whole[1], strict=False):
-            assert row["tokens"] == full["tokens"][: len(row["tokens"])]
-        _, resumed = live(llama, rows, capacity=capacity)
+        assert [row["turn"] for row in rows] == [0, 1, 2, 3, 4], "no turn is left out unsaid"
+        full, *behind = (row for row in rows if "skipped" in row)
+        assert full["skipped"]["kind"] == (
+            f"no room for an answer in the target's context of {capacity} tokens"
+        )
+        assert full["context"] + 2 > capacity
+        assert {row["skipped"]["kind"] for row in behind} <= {"behind a turn that was skipped"}
+        for row, same in zip(measured(rows), whole[1], strict=False):
+            assert row["tokens"] == same["tokens"][: len(row["tokens"])]
+        _, resumed = live(llama, measured(rows), capacity=capacity)
         assert without_times(resumed) == without_times(rows)
 
 
@@ -121,7 +134,8 @@ def test_stop_token_inside_an_answer(llama: Tiny) -> None:
     stop = continuation(llama.model, PROMPTS[0], 10)[-1]
     session = Session(llama.target, make_drafter(llama.target))
     rows: list[dict[str, Any]] = []
-    run_live(session, TASK, iter(PROMPTS[:2]), LIVE, (stop,), [], rows.append)
+    end = VOCAB - 1
+    run_live(session, TASK, iter(PROMPTS[:2]), LIVE, (stop, end), [], rows.append, end_of_turn=end)
     first, second = rows
     assert first["tokens"][-1] == stop and first["tokens"].index(stop) == len(first["tokens"]) - 1
     assert second["context"] == first["context"] + len(first["tokens"]) + len(PROMPTS[1])
@@ -142,9 +156,8 @@ def test_arm_that_differs_is_shown_with_its_gap(
 
     monkeypatch.setattr(Session, "generate", wrong)
     rows: list[dict[str, Any]] = []
-    run_live(
-        session, TASK, iter(PROMPTS[:1]), plan_of("ar", "frozen", "sharpdraft"), (), [], rows.append
-    )
+    plan = plan_of("ar", "frozen", "sharpdraft")
+    run_live(session, TASK, iter(PROMPTS[:1]), plan, (), [], rows.append, end_of_turn=None)
     (row,) = rows
     answer = continuation(llama.model, PROMPTS[0], 16)
     assert row["tokens"] == answer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sharpdraft.errors import SharpDraftError
-from sharpdraft.lab.plan import RunLog
+from sharpdraft.lab.plan import RunLog, measured, skipped_row
 from sharpdraft.method.policies import FixedSlope
 from sharpdraft.method.settings import DraftSettings
 from support.disk import full_disk
@@ -78,6 +78,29 @@ def test_run_log_of_another_plan_is_refused(tmp_path: Path) -> None:
             RunLog(path, changed)
     assert path.read_bytes() == before
     assert RunLog(path, plan).rows == [{"session": "a"}]
+
+
+def test_run_log_of_a_plan_with_edges_goes_on(tmp_path: Path) -> None:
+    """Headers once named the ends of the buckets, which were always the same."""
+    path, plan = tmp_path / "rows.jsonl", plan_of("ar", "sharpdraft")
+    RunLog(path, plan).add({"session": "a"})
+    header, row = map(json.loads, path.read_text().splitlines())
+    header["plan"]["edges"] = [512, 1024, 2048, 4096, 8192]
+    path.write_text(f"{json.dumps(header)}\n{json.dumps(row)}\n")
+    assert RunLog(path, plan).rows == [row]
+    assert json.loads(path.read_text().splitlines()[0]) == header
+
+
+def test_skipped_turns_are_tried_again(tmp_path: Path) -> None:
+    path, plan = tmp_path / "rows.jsonl", plan_of("ar")
+    log = RunLog(path, plan)
+    rows = [{"session": "a", "turn": 0}, skipped_row("b", 0, 9, "failed", "why")]
+    for row in (*rows, {"session": "c", "turn": 0}):
+        log.add(row)
+    assert measured(log.rows) == [rows[0], {"session": "c", "turn": 0}]
+    kept = RunLog(path, plan).rows
+    assert kept == measured(log.rows)
+    assert len(path.read_text().splitlines()) == 3
 
 
 def test_full_disk_is_told(tmp_path: Path) -> None:

@@ -1,24 +1,62 @@
-"""Servers from outside."""
+"""Servers from outside, each with habits of its own."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from email.utils import formatdate
+from itertools import pairwise
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sharpdraft.errors import SharpDraftError
+from sharpdraft.errors import SharpDraftError, SharpDraftNote
+from sharpdraft.lab.backends import server as module
 from sharpdraft.lab.backends.server import Server
-from support.checkpoints import Checkpoints
-from support.command import Run
-from support.server import Handler, Odd, Plain, Refusing, Serving
+from support.server import (
+    Busy,
+    Chat,
+    Habit,
+    Handler,
+    Loading,
+    Locked,
+    Odd,
+    Plain,
+    Refusing,
+    Serving,
+    fresh,
+)
+
+Connect = Callable[..., Server]
 
 
-def test_a_server_answers_at_once_and_tells_its_drafts(server: tuple[str, type[Handler]]) -> None:
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Servers whose connections are ended with the test."""
+    opened: list[Server] = []
+
+    def open_one(*args: Any, **about: Any) -> Server:
+        opened.append(Server(*args, **about))
+        return opened[-1]
+
+    yield open_one
+    for each in opened:
+        each.close()
+
+
+def test_a_server_answers_at_once_and_tells_its_drafts(
+    server: tuple[str, type[Handler]], connect: Connect
+) -> None:
     url, handler = server
-    answer = Server(url + "/v1/").answer([[1, 2], [10]], 4)
+    answer = connect(url + "/v1/").answer([[1, 2], [10]], 4)
     assert answer["tokens"] == ["3 4 5 6 ", "11 12 13 14 "]
-    assert answer["decoded"] == 8 and answer["counts"] == [4, 20, 4]
+    assert answer["decoded"] == 8 and answer["counted"] == "usage"
+    assert answer["counts"] == [4, 20, 4] and answer["reasoning"] == [] and answer["retries"] == 0
     assert 0 < answer["first"] <= answer["seconds"]
     assert {json.dumps(body["prompt"]) for body in handler.asked} == {"[1, 2]", "[10]"}
     assert all(
@@ -27,9 +65,25 @@ def test_a_server_answers_at_once_and_tells_its_drafts(server: tuple[str, type[H
     )
 
 
-def test_a_server_that_is_not_there() -> None:
-    with pytest.raises(SharpDraftError, match="no OpenAI-compatible server answers at http://127"):
-        Server("http://127.0.0.1:9")
+def test_a_server_behind_a_path(serving: Serving, connect: Connect) -> None:
+    url = serving(fresh(Handler, prefix="/a/b"))
+    answer = connect(f"{url}/a/b/v1").answer([[1]], 2)
+    assert answer["tokens"] == ["2 3 "] and answer["counts"] == [1, 5, 1]
+
+
+# The model
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://127.0.0.1:port/v1", "127.0.0.1:9"])
+def test_a_server_that_is_not_there(url: str) -> None:
+    with pytest.raises(SharpDraftError, match=r"no OpenAI-compatible server answers at .*127"):
+        Server(url)
+
+
+def test_a_name_and_password_in_an_address_are_not_shown() -> None:
+    with pytest.raises(SharpDraftError, match="http://127") as caught:
+        Server("http://me:hidden@127.0.0.1:9/v1")
+    assert "hidden" not in str(caught.value)
 
 
 def test_a_server_of_another_model(server: tuple[str, type[Handler]]) -> None:
@@ -37,59 +91,331 @@ def test_a_server_of_another_model(server: tuple[str, type[Handler]]) -> None:
         Server(server[0], "other")
 
 
-def test_a_server_that_refuses_a_prompt(server: tuple[str, type[Handler]]) -> None:
-    with pytest.raises(SharpDraftError, match="too long"):
-        Server(server[0]).answer([[1] * 101], 4)
-
-
-def test_bench_of_servers(
-    run: Run, saved: Checkpoints, tmp_path: Path, server: tuple[str, type[Handler]]
+@pytest.mark.parametrize("models", [None, "{}", '{"data": []}', "[]", "<html></html>", "3"])
+def test_a_server_that_lists_no_model(
+    serving: Serving, connect: Connect, models: str | None
 ) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("w9 w10\nw11\nw12 w13 w14\n")
-    options = (
-        "bench",
-        "--target",
-        saved.target,
-        "--prompts",
-        prompts,
-        "--answer-tokens",
-        8,
-        "--concurrency",
-        2,
-    )
-    options += ("--base-url", f"frozen={server[0]},other={server[0]}", "--out", tmp_path / "out")
-    result = run(*options)
-    assert result.code == 0, result.err
-    assert "other" in result.out and "frozen" in result.out
-    rows = [
-        json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()[1:]
-    ]
-    assert [row["requests"] for row in rows] == [2, 1]
-    assert rows[0]["arms"]["frozen"]["counts"] == [6, 30, 10]
-    asked = len(server[1].asked)
-    assert run(*options).code == 0 and len(server[1].asked) == asked, (
-        "a finished run is not run again"
-    )
+    handler = fresh(Handler, models=models)
+    url = serving(handler)
+    with pytest.raises(
+        SharpDraftError, match=r"/v1/models: .*name what it serves with --served-mo"
+    ):
+        Server(url)
+    assert connect(url, "mine").answer([[1]], 2)["tokens"] == ["2 3 "]
+    assert handler.asked[0]["model"] == "mine"
 
 
-def test_streams_of_every_making(serving: Serving) -> None:
-    answer = Server(serving(Odd)).answer([[1, 2]], 9)
-    assert answer["tokens"] == ["caf\u00e9 \u03b2"] and answer["decoded"] == 9
+def test_a_server_of_several_models(serving: Serving, connect: Connect) -> None:
+    handler = fresh(Handler, models='[{"id": "a"}, {"id": "b"}]')
+    url = serving(handler)
+    with pytest.warns(SharpDraftNote, match="serves a, b: the first is asked"):
+        first = connect(url)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = connect(url, "b")
+    first.answer([[1]], 2)
+    second.answer([[1]], 2)
+    assert [body["model"] for body in handler.asked] == ["a", "b"]
+
+
+# Streams
+
+
+def data(said: object) -> bytes:
+    return b"data: " + (said if isinstance(said, bytes) else json.dumps(said).encode()) + b"\n\n"
+
+
+def text(said: str | None, **rest: Any) -> bytes:
+    return data({"choices": [{"index": 0, "text": said, "finish_reason": None, **rest}]})
+
+
+USAGE = data({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 5}})
+DONE = data(b"[DONE]")
+BODY = text("a ") + text("b ") + text("c")
+GOOD = BODY + USAGE + DONE
+END = text(None, finish_reason="stop")
+
+
+def running(written: str, *, last: bytes) -> bytes:
+    """Every event says how many tokens came so far."""
+    events = (
+        {"choices": [{"text": each}], "usage": {"completion_tokens": number}}
+        for number, each in enumerate(written, 1)
+    )
+    return b"".join(map(data, events)) + last
+
+
+ANSWERS: dict[str, tuple[bytes, str, int, str]] = {
+    "as it should be": (GOOD, "a b c", 5, "usage"),
+    "lines end with CR LF": (GOOD.replace(b"\n", b"\r\n"), "a b c", 5, "usage"),
+    "comments": (b": keep-alive\n\n:\n\n" + GOOD, "a b c", 5, "usage"),
+    "a comment behind an id": (b"id: 1\n:\n\n:\n\n" + GOOD, "a b c", 5, "usage"),
+    "comments between": (text("a ") + b": hm\n\n" + text("c") + USAGE + DONE, "a c", 5, "usage"),
+    "named events": (b"event: completion\nid: 1\n" + GOOD, "a b c", 5, "usage"),
+    "a retry line": (b"retry: 3000\n\n" + GOOD, "a b c", 5, "usage"),
+    "no space": (GOOD.replace(b"data: ", b"data:"), "a b c", 5, "usage"),
+    "usage so far": (running("abc", last=DONE), "abc", 3, "usage"),
+    "usage null": (BODY + data({"choices": [], "usage": None}) + DONE, "a b c", 3, "tokenizer"),
+    "usage 0": (BODY + data({"usage": {"completion_tokens": 0}}) + DONE, "a b c", 3, "tokenizer"),
+    "no usage": (BODY + DONE, "a b c", 3, "tokenizer"),
+    "no [DONE], usage": (BODY + USAGE, "a b c", 5, "usage"),
+    "no [DONE], a reason": (BODY + END, "a b c", 3, "tokenizer"),
+    "text null": (BODY + END + USAGE + DONE, "a b c", 5, "usage"),
+    "empty text first": (text("") + GOOD, "a b c", 5, "usage"),
+    "no text at all": (text("") + USAGE + DONE, "", 5, "usage"),
+    "error null": (data({"error": None, "choices": [{"text": "a"}]}) + DONE, "a", 1, "tokenizer"),
+    "more behind [DONE]": (GOOD + text("d"), "a b c", 5, "usage"),
+    "no blank line at the end": (BODY + END + b"data: [DONE]", "a b c", 3, "tokenizer"),
+    "more than ASCII": (
+        data(b'{"choices": [{"text": "\xce\xb2"}]}') + DONE,
+        "β",
+        1,
+        "tokenizer",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::sharpdraft.errors.SharpDraftNote")
+@pytest.mark.parametrize("habit", ANSWERS)
+def test_streams_that_are_answers(serving: Serving, connect: Connect, habit: str) -> None:
+    body, written, decoded, counted = ANSWERS[habit]
+    url = serving(fresh(Habit, body=body))
+    answer = connect(url, count=lambda text: len(text.split())).answer([[1, 2, 3]], 8)
+    assert answer["tokens"] == [written]
+    assert (answer["decoded"], answer["counted"]) == (decoded, counted)
     assert answer["counts"] is None, "a server without metrics counts no drafts"
+    assert 0 < answer["first"] <= answer["seconds"]
+
+
+def test_bytes_one_by_one(serving: Serving, connect: Connect) -> None:
+    answer = connect(serving(Odd)).answer([[1, 2]], 9)
+    assert answer["tokens"] == ["caf\u00e9 \u03b2"] and answer["decoded"] == 9
+
+
+FAILURES: dict[str, tuple[dict[str, Any], str]] = {
+    "cut off": ({"body": text("a") + text("b")}, "cut off after 2 pieces of text"),
+    "cut off, usage so far": ({"body": running("ab", last=b"")}, "cut off after 2 pieces"),
+    "nothing": ({"body": b": hm\n\n"}, "cut off after 0 pieces"),
+    "[DONE] alone": ({"body": DONE}, "ended without an answer"),
+    "error": (
+        {"body": text("a") + data({"error": {"message": "out of\nmemory"}}) + DONE},
+        "it sent an error: out of memory$",
+    ),
+    "error as text": ({"body": data({"error": "no room"})}, "it sent an error: no room$"),
+    "error without a message": ({"body": data({"error": {"code": 7}})}, r'error: {"code": 7}$'),
+    "an object that is an error": (
+        {"body": text("a") + data({"object": "error", "message": "engine died", "code": 500})},
+        "it sent an error: engine died$",
+    ),
+    "an error event": ({"body": b"event: error\ndata: engine died\n\n"}, "error: engine died$"),
+    "an error event in JSON": (
+        {"body": b'event: error\ndata: {"error": {"message": "died"}}\n\n'},
+        "it sent an error: died$",
+    ),
+    "broken off": ({"body": text("a", finish_reason="abort") + DONE}, "finish_reason abort"),
+    "no JSON": ({"body": text("a") + data(b"oh no") + DONE}, "what is no completion: oh no$"),
+    "a list": ({"body": data([1]) + DONE}, r"what is no completion: \[1\]$"),
+    "text that is none": ({"body": text(["a"]) + DONE}, "what is no completion"),  # type: ignore[arg-type]
+    "broken inside of a chunk": ({"body": text("a"), "rest": "break"}, "peer closed connection"),
+    "silence": ({"body": text("a"), "rest": "silent"}, r"it said nothing for 0\.3 s$"),
+    "one body": (
+        {"body": b'{"choices": [{"text": "abc"}]}', "kind": "application/json"},
+        r'stream \(text/event-stream\) was asked for, and application/json came: {"choices',
+    ),
+    "a page": ({"body": b"<html>\nhi", "kind": "text/html"}, "text/html came: <html> hi$"),
+}
+
+
+@pytest.mark.parametrize("habit", FAILURES)
+def test_streams_that_are_no_answers(
+    serving: Serving, connect: Connect, monkeypatch: pytest.MonkeyPatch, habit: str
+) -> None:
+    """One line, which names the server, the prompt and what was said; the next prompt is asked."""
+    about, message = FAILURES[habit]
+    monkeypatch.setattr(module, "_TIMEOUT", 0.3)
+    handler = fresh(Habit, **about)
+    url = serving(handler)
+    server = connect(url)
+    with pytest.raises(SharpDraftError, match=message) as caught:
+        server.answer([[1, 2, 3]], 9)
+    assert str(caught.value).startswith(f"{url} did not answer a prompt of 3 tokens: ")
+    assert "\n" not in str(caught.value)
+    handler.body, handler.rest, handler.kind = GOOD, "end", "text/event-stream"
+    assert server.answer([[1, 2, 3]], 9)["tokens"] == ["a b c"]
+
+
+@pytest.mark.parametrize("rest", ["break", "silent"])
+def test_how_a_connection_ends_behind_an_answer_is_no_matter(
+    serving: Serving, connect: Connect, monkeypatch: pytest.MonkeyPatch, rest: str
+) -> None:
+    monkeypatch.setattr(module, "_TIMEOUT", 0.3)
+    url = serving(fresh(Habit, body=BODY + END + USAGE, rest=rest))
+    answer = connect(url).answer([[1]], 9)
+    assert answer["tokens"] == ["a b c"] and answer["decoded"] == 5
 
 
 @pytest.mark.parametrize(
     ("handler", "message"),
     [
-        (Refusing, "did not answer a prompt of 2 tokens: 400 Bad Request .*context length is 7"),
-        (Plain, "did not answer a prompt of 2 tokens: .*text/event-stream"),
+        (Refusing, "did not answer a prompt of 2 tokens: 400 Bad Request: maximum context len"),
+        (Plain, "did not answer a prompt of 2 tokens: .*text/event-stream.*not streamed"),
+        (Chat, "404 Not Found: Not Found; a server without /v1/completions is asked with --chat"),
     ],
 )
-def test_answers_that_are_none(serving: Serving, handler: type[Handler], message: str) -> None:
+def test_answers_that_are_none(
+    serving: Serving, connect: Connect, handler: type[Handler], message: str
+) -> None:
     with pytest.raises(SharpDraftError, match=message) as caught:
-        Server(serving(handler)).answer([[1, 2]], 9)
+        connect(serving(handler)).answer([[1, 2]], 9)
     assert "\n" not in str(caught.value)
+
+
+def test_one_of_several_prompts_that_is_refused(
+    server: tuple[str, type[Handler]], connect: Connect
+) -> None:
+    asked = connect(server[0])
+    with pytest.raises(SharpDraftError, match=r"prompt of 101 tokens: it sent an error: too long$"):
+        asked.answer([[1], [1] * 101, [2]], 4)
+    assert asked.answer([[1], [2]], 2)["tokens"] == ["2 3 ", "3 4 "]
+
+
+def test_who_counted_is_noted_once(serving: Serving, connect: Connect) -> None:
+    server = connect(serving(fresh(Habit, body=BODY + DONE)))
+    with pytest.warns(SharpDraftNote, match="does not count its tokens.*events that brought text"):
+        answer = server.answer([[1], [2]], 9)
+    assert answer["decoded"] == 6 and answer["counted"] == "events"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        server.answer([[1]], 9)
+
+
+def test_ctrl_c_ends_a_stream_at_once(serving: Serving, connect: Connect) -> None:
+    class Interrupting(Habit):
+        def complete(self, body: dict[str, Any]) -> None:
+            if body["max_tokens"] == 9:
+                os.kill(os.getpid(), signal.SIGINT)
+            super().complete(body)
+
+    handler = fresh(Interrupting, body=BODY, rest="silent")
+    server = connect(serving(handler))
+    with pytest.raises(KeyboardInterrupt):
+        server.answer([[1]], 9)
+    handler.body = GOOD
+    assert server.answer([[1]], 8)["tokens"] == ["a b c"]
+
+
+# Waiting
+
+
+class Clock:
+    """Time that passes when it is asked for, and in sleep."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.slept = 1.0, list[float]()
+        monkeypatch.setattr(module, "perf_counter", self)
+        monkeypatch.setattr(module, "sleep", self.sleep)
+
+    def __call__(self) -> float:
+        self.now += 0.25
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept.append(seconds)
+
+
+def test_a_busy_server_is_waited_for_and_the_wait_is_in_no_time(
+    serving: Serving, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, said = Clock(monkeypatch), list[str]()
+    handler = fresh(Busy, refusals=[])
+    url = serving(handler)
+    server = connect(url, say=said.append)
+    plain = server.answer([[1]], 4)
+    assert plain["retries"] == 0 and plain["seconds"] == 4 * 0.25
+    past = formatdate(0, usegmt=True)
+    handler.refusals = [
+        (429, {}),
+        (503, {"Retry-After": "7"}),
+        (429, {"Retry-After": "0.5"}),
+        (503, {"Retry-After": past}),
+        (429, {"Retry-After": "soon"}),
+    ]
+    answer = server.answer([[1]], 4)
+    assert clock.slept == [1, 7, 4, 8, 16]
+    assert answer["retries"] == 5 and answer["tokens"] == plain["tokens"]
+    assert (answer["seconds"], answer["first"]) == (plain["seconds"], plain["first"])
+    assert said[1] == f"{url} is busy (503): asked again in 7 s" and len(said) == 5
+
+
+def test_a_server_that_stays_busy(
+    serving: Serving, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    server = connect(serving(fresh(Busy, refusals=[(429, {})] * 99)))
+    with pytest.raises(SharpDraftError, match="429 Too Many Requests: Rate limit reached; it was"):
+        server.answer([[1, 2]], 4)
+    assert len(clock.slept) == 6 and all(b == 2 * a for a, b in pairwise(clock.slept))
+
+
+@pytest.mark.parametrize("after", ["3600", formatdate(4e9, usegmt=True), "inf"])
+def test_a_server_that_asks_to_wait_for_long(
+    serving: Serving, connect: Connect, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    clock = Clock(monkeypatch)
+    server = connect(serving(fresh(Busy, refusals=[(503, {"Retry-After": after})])))
+    with pytest.raises(SharpDraftError, match=r"503 .*; it asks to wait for \S+ s: run this again"):
+        server.answer([[1, 2]], 4)
+    assert clock.slept == []
+
+
+def test_a_server_that_is_still_loading(
+    serving: Serving, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    assert connect(serving(fresh(Loading))).model == "tiny" and clock.slept == [1, 2]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=6))
+def test_seconds_are_those_in_which_something_was_answered(spans: list[tuple[int, int]]) -> None:
+    """With several at once: each second once, and none of those in which all wait."""
+    seconds = {second for start, length in spans for second in range(start, start + length)}
+    assert module._covered((start, start + length) for start, length in spans) == len(seconds)
+
+
+# Chats and keys
+
+
+def test_a_server_that_only_chats(serving: Serving, connect: Connect) -> None:
+    handler = fresh(Chat)
+    messages = {(1, 2): [{"role": "user", "content": "w7 w8"}]}
+    server = connect(serving(handler), chat=messages, count=lambda text: len(text.split()))
+    with pytest.warns(SharpDraftNote, match="by the target's tokenizer"):
+        answer = server.answer([[1, 2]], 5)
+    assert answer["tokens"] == ["w7 w8 "] and answer["reasoning"] == ["w1 w2 w3"]
+    assert answer["decoded"] == 5 and answer["first"] <= answer["seconds"]
+    assert handler.asked[0]["messages"] == messages[1, 2] and "prompt" not in handler.asked[0]
+
+
+def test_a_server_that_does_not_chat(serving: Serving, connect: Connect) -> None:
+    server = connect(serving(fresh(Handler)), chat={(1,): [{"role": "user", "content": "w7"}]})
+    with pytest.raises(SharpDraftError, match="without /v1/chat/completions is asked without --ch"):
+        server.answer([[1]], 5)
+
+
+def test_a_key_is_sent_and_never_shown(serving: Serving, connect: Connect) -> None:
+    url, wrong = serving(fresh(Locked)), "sk-wrong-9876543210"
+    assert connect(url, key=f" {Locked.key}\n").answer([[1]], 2)["tokens"] == ["2 3 "]
+    for key in (None, wrong):
+        with pytest.raises(SharpDraftError, match=r"401 .*: Incorrect.*--api-key") as none:
+            Server(url, key=key)
+        assert wrong not in str(none.value) and none.value.__cause__ is None
+    with pytest.raises(SharpDraftError, match="key has characters") as odd:
+        Server(url, key=f"{wrong}\nHost: x")
+    assert wrong not in str(odd.value)
+
+
+# Metrics
 
 
 COUNTERS = (
@@ -104,16 +430,27 @@ COUNTERS = (
     'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09\n'
     "python_gc_objects_collected_total 5.0\n"
 )
+SGLANG = (
+    "# TYPE sglang:spec_accept_length gauge\n"
+    'sglang:spec_accept_length{model_name="a"} 2.8\n'
+    "# TYPE sglang:spec_verify_calls_total counter\n"
+    'sglang:spec_verify_calls_total{model_name="a"} 8060.0\n'
+)
+LLAMA_CPP = "# TYPE llamacpp:tokens_predicted_total counter\nllamacpp:tokens_predicted_total 7801\n"
 
 
 @pytest.mark.parametrize(
     ("metrics", "counts"),
     [
         (COUNTERS, [15, 75, 30]),
+        (SGLANG, None),
+        (LLAMA_CPP, None),
         ("python_gc_objects_collected_total 5.0\n", None),
         ("<html>no metrics</html>\n", None),
     ],
 )
-def test_counts_in_metrics(serving: Serving, metrics: str, counts: list[int] | None) -> None:
+def test_counts_in_metrics(
+    serving: Serving, connect: Connect, metrics: str, counts: list[int] | None
+) -> None:
     handler = type("Metrics", (Handler,), {"metrics": lambda self: metrics})
-    assert Server(serving(handler)).counts() == counts
+    assert connect(serving(handler)).counts() == counts

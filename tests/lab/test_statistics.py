@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sharpdraft.lab.arms import arms_of
-from sharpdraft.lab.statistics import Cell, Estimate, summarise
+from sharpdraft.lab.statistics import Cell, Estimate, Undrafted, summarise, undrafted
 from sharpdraft.method.policies import FixedSlope
 from sharpdraft.method.settings import DraftSettings
 
@@ -78,7 +80,7 @@ def resampled(
 
 def test_intervals_are_those_of_a_plain_loop() -> None:
     rows = random_rows(12)
-    (cell,) = (each for each in summarise(rows, (512,)) if each.arm == "sharpdraft")
+    (cell,) = (each for each in summarise(rows) if each.arm == "sharpdraft")
     expected: dict[str, Callable[[Sequence[dict[str, Any]]], float]] = {
         "speed": lambda part: speed(part, "sharpdraft"),
         "speedup": lambda part: speed(part, "sharpdraft") / speed(part, "ar"),
@@ -100,14 +102,13 @@ def test_sessions_without_a_draft_and_runs_without_one() -> None:
     for row in rows:
         if row["session"] != "s0":
             row["arms"]["frozen"]["rounds"] = []
-    cells = {cell.arm: cell for cell in summarise(rows, (512,))}
+    cells = {cell.arm: cell for cell in summarise(rows)}
     found = cells["frozen"].mal
     assert found is not None and found.low == found.high == pytest.approx(mal(rows, "frozen"))
     for row in rows:
         row["arms"]["frozen"]["rounds"] = []
-    cells = {cell.arm: cell for cell in summarise(rows, (512,))}
-    found = cells["frozen"].mal
-    assert found is not None and np.isnan(found.value) and found.low is None
+    cells = {cell.arm: cell for cell in summarise(rows)}
+    assert cells["frozen"].mal is None and cells["sharpdraft"].gain is None
 
 
 def cells_of(*names: str, replayed: Sequence[str] = ()) -> list[Cell]:
@@ -117,7 +118,7 @@ def cells_of(*names: str, replayed: Sequence[str] = ()) -> list[Cell]:
     arms = {arm.name: figures([i], 1.0) for i, arm in enumerate(timed)}
     more = {arm.name: figures([len(arms) + i], 1.0) for i, arm in enumerate(others)}
     row = {"session": "s", "turn": 0, "context": 100, "arms": arms, "replayed": more}
-    return summarise([row], (512,), (*timed, *others))
+    return summarise([row], (*timed, *others))
 
 
 def test_arms_of_a_drafter_stand_together_whatever_they_are_called() -> None:
@@ -142,3 +143,67 @@ def test_arms_of_a_drafter_stand_together_whatever_they_are_called() -> None:
 def test_gain_is_over_frozen_of_the_same_length() -> None:
     cells = cells_of("frozen", "frozen+drafts@2", "sharpdraft", "sharpdraft+drafts@2")
     assert [cell.gain and cell.gain.value for cell in cells[:4]] == [None, None, 2.0, 2.0]
+
+
+Rounds = list[tuple[int, int]]
+"""Drafted and accepted tokens of the rounds of an answer."""
+
+
+def answer(context: int, rounds: Rounds) -> dict[str, Any]:
+    """A row as `measure_turn` writes it, of one arm that was timed and replayed."""
+    found, at = [], context
+    for drafted, accepted in rounds:
+        found += [(at, drafted, accepted)] if drafted else []
+        at += accepted + 1
+    tokens = 1 + at - context
+    arm = {"tokens": tokens, "seconds": 1.0, "rounds": found}
+    alone = {"tokens": tokens, "seconds": 1.0, "rounds": []}
+    # A replay begins behind the token of prefill; arms that were also timed are copied.
+    replayed = {"frozen": arm, "fixed@1.2": arm | {"tokens": tokens - 1}}
+    row = {"session": f"s{context}", "turn": 0, "context": context, "tokens": [7] * tokens}
+    return row | {"arms": {"ar": alone, "frozen": arm}, "replayed": replayed}
+
+
+def test_rounds_without_drafts_are_told() -> None:
+    rows = [
+        answer(100, [(5, 1), (5, 0), (4, 4)]),
+        answer(200, [(5, 1), (5, 0), (0, 0)]),  # One token was left to write.
+        answer(300, [(5, 2), (5, 0), *[(0, 0)] * 16]),
+        answer(400, [(0, 0)] * 9),
+    ]
+    for name, found in zip(("frozen", "fixed@1.2"), undrafted(rows), strict=True):
+        assert found == Undrafted(name, 25, 2, 4, 304)
+    assert undrafted(rows[:2]) == undrafted([]) == []
+    (mal,) = (cell.mal for cell in summarise(rows) if cell.arm == "fixed@1.2")
+    assert mal is not None and mal.value == pytest.approx(1 + 8 / 7), "of rounds with drafts"
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=9), st.integers(2, 40))
+def test_all_rounds_without_drafts_are_counted(drafting: Rounds, without: int) -> None:
+    drafting = [(drafted, min(drafted, accepted)) for drafted, accepted in drafting]
+    row = answer(1000, [*drafting, *[(0, 0)] * without])
+    reached = 1000 + sum(accepted + 1 for _, accepted in drafting)
+    for found in undrafted([row]):
+        assert (found.rounds, found.turns, found.context) == (without, 1, reached)
+
+
+@pytest.mark.parametrize(
+    ("figures", "tokens", "expected"),
+    [
+        ({"rounds": [(100, 5, 2)] * 4}, [[1] * 7, [2] * 7], 0),
+        ({"rounds": [(100, 5, 2)] * 2}, [[1] * 7, [2] * 7], 6),
+        ({"rounds": [], "counts": [4, 20, 8], "tokens": 14}, ["a text", "b"], 0),
+        ({"rounds": [], "counts": [0, 0, 0], "tokens": 14}, ["a text", "b"], 12),
+        ({"rounds": [], "tokens": 14}, ["a text", "b"], 0),  # It does not say.
+    ],
+)
+def test_rounds_without_drafts_elsewhere(
+    figures: dict[str, Any], tokens: list[Any], expected: int
+) -> None:
+    """Engines tell every round, servers totals or nothing; two requests have two prefills."""
+    arms = {"ar": {"tokens": 12, "rounds": []}, "frozen": {"tokens": 12, **figures}}
+    row = {"session": "a+b", "turn": 0, "context": 70, "requests": 2, "tokens": tokens}
+    found = undrafted([row | {"arms": arms, "replayed": {}}])
+    assert [(each.arm, each.rounds, each.context) for each in found] == (
+        [("frozen", expected, 70)] if expected else []
+    )

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
+
+Serving = Callable[[type["Handler"]], str]
+"""Starts a server and returns its URL."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -16,14 +20,18 @@ class Handler(BaseHTTPRequestHandler):
     drafts = accepted = 0
     asked: ClassVar[list[dict[str, Any]]] = []
     lock = threading.Lock()
+    prefix = ""
+    models: str | None = json.dumps({"data": [{"id": "tiny"}]})
+    over: ClassVar[threading.Event]
+    """Set when the server ends, for those that keep silent until then."""
 
     def log_message(self, *args: Any) -> None:
         pass
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
-            self._say(json.dumps({"data": [{"id": "tiny"}]}))
-        elif self.path == "/metrics" and (text := self.metrics()):
+        if self.path == f"{self.prefix}/v1/models" and self.models is not None:
+            self._say(self.models)
+        elif self.path == f"{self.prefix}/metrics" and (text := self.metrics()):
             self._say(text)
         else:
             self.send_error(404)
@@ -45,7 +53,10 @@ class Handler(BaseHTTPRequestHandler):
         cls = type(self)
         with cls.lock:
             cls.asked.append(body)
-        self.complete(body)
+        if self.path != f"{self.prefix}/v1/completions":
+            self._say('{"detail": "Not Found"}', "application/json", 404)
+        else:
+            self.complete(body)
 
     def complete(self, body: dict[str, Any]) -> None:
         """Answer a request for a completion."""
@@ -67,9 +78,18 @@ class Handler(BaseHTTPRequestHandler):
         events = "".join(f"data: {line}\n\n" for line in lines) + "data: [DONE]\n\n"
         self._say(events, "text/event-stream")
 
-    def _say(self, text: str, kind: str = "text/plain", status: int = 200) -> None:
+    def _say(
+        self,
+        text: str,
+        kind: str = "text/plain",
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
+        self.send_header("Connection", "close")
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(text.encode())
 
@@ -94,6 +114,109 @@ class Odd(Handler):
             self.wfile.write(bytes([byte]))
 
 
+class Habit(Odd):
+    """Streams `body` in three chunks, cut within an event. `rest`: what it does behind that:
+    "end", "break" inside of a chunk, or keep "silent"."""
+
+    protocol_version = "HTTP/1.1"
+    body = b""
+    kind = "text/event-stream"
+    rest = "end"
+
+    def complete(self, body: dict[str, Any]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", self.kind)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for part in (self.body[:17], self.body[17:40], self.body[40:]):
+            if part:
+                self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+                self.wfile.flush()
+        if self.rest == "silent":
+            self.over.wait()
+        self.wfile.write(b"40\r\nda" if self.rest == "break" else b"0\r\n\r\n")
+
+
+class Busy(Handler):
+    """Refuses the first requests, each by one of `refusals`: a status and headers. It counts no
+    tokens."""
+
+    refusals: ClassVar[list[tuple[int, dict[str, str]]]] = []
+
+    def complete(self, body: dict[str, Any]) -> None:
+        with type(self).lock:
+            refusal = self.refusals.pop(0) if self.refusals else None
+        if refusal is None:
+            super().complete(body)
+        else:
+            said = '{"error": {"message": "Rate limit reached"}}'
+            self._say(said, "application/json", refusal[0], refusal[1])
+
+
+class Chat(Odd):
+    """Chats alone, thinking before it says what it was asked; it counts no tokens."""
+
+    thoughts = ("w1 w2", " w3")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/v1/chat/completions":
+            self._say('{"detail": "Not Found"}', "application/json", 404)
+            return
+        cls = type(self)
+        with cls.lock:
+            cls.asked.append(body)
+        deltas: list[dict[str, Any]] = [
+            {"role": "assistant", "content": ""},
+            {"reasoning_content": self.thoughts[0]},
+            {"reasoning": self.thoughts[1]},
+            *({"content": f"{word} "} for word in body["messages"][-1]["content"].split()),
+        ]
+        choices: list[dict[str, Any]] = [{"index": 0, "delta": delta} for delta in deltas]
+        choices.append({"index": 0, "delta": None, "finish_reason": "stop"})
+        lines = (json.dumps({"choices": [choice]}) for choice in choices)
+        self._say("".join(f"data: {line}\n\n" for line in lines), "text/event-stream")
+
+
+class Locked(Handler):
+    """Wants a key, and repeats one that is wrong."""
+
+    key = "sk-right-0123456789"
+
+    def do_GET(self) -> None:
+        if self._let_in():
+            super().do_GET()
+
+    def do_POST(self) -> None:
+        if self._let_in():
+            super().do_POST()
+
+    def _let_in(self) -> bool:
+        given = self.headers.get("Authorization", "")
+        if given == f"Bearer {self.key}":
+            return True
+        said = {
+            "error": {"message": f"Incorrect API key provided: {given.removeprefix('Bearer ')}"}
+        }
+        self._say(json.dumps(said), "application/json", 401)
+        return False
+
+
+class Loading(Handler):
+    """Is not ready when it is asked for the first time, and for the second."""
+
+    loading = 2
+
+    def do_GET(self) -> None:
+        cls = type(self)
+        cls.loading -= 1
+        if cls.loading < 0:
+            super().do_GET()
+        else:
+            self._say('{"error": {"message": "Loading model"}}', "application/json", 503)
+
+
 class Refusing(Odd):
     """Refuses every prompt by a status."""
 
@@ -108,5 +231,24 @@ class Plain(Odd):
         self._say('{"choices": [{"text": "not streamed"}]}', "application/json")
 
 
-Serving = Callable[[type[Handler]], str]
-"""Starts a server and returns its URL."""
+def fresh(handler: type[Handler], **attributes: Any) -> type[Any]:
+    """A kind of handler with attributes of its own."""
+    return type("Fresh", (handler,), {"asked": [], **attributes})
+
+
+@contextmanager
+def serve() -> Iterator[Serving]:
+    """Starts servers, and ends them."""
+    with ExitStack() as running:
+
+        def start(handler: type[Handler]) -> str:
+            over = threading.Event()
+            handler.over = over
+            server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            running.callback(server.server_close)
+            running.callback(server.shutdown)
+            running.callback(over.set)
+            return f"http://127.0.0.1:{server.server_port}"
+
+        yield start

@@ -17,7 +17,7 @@ def demo(options: DemoOptions) -> None:
     """A long session three ways (AR, Frozen, SharpDraft) at growing context lengths."""
     from ..decode.session import HOST
     from ..lab.measure import run_recording
-    from ..lab.plan import Plan
+    from ..lab.plan import Plan, measured_turns
     from ..workloads.tasks import recordings
     from .loading import Drafters, Loaded
     from .progress import bar
@@ -30,9 +30,10 @@ def demo(options: DemoOptions) -> None:
     loaded = Loaded.load(models, drafters)
     recording = recordings()[0]
     plan = Plan(SMOLLM2, "built-in", arms, arms[1:], masses_every=8)
+    points = len(measured_turns(recording, plan, loaded.target.max_positions))
     err.print(
         f"[bold]One session of {SMOLLM2}, three ways.[/] '{recording.name}' is a conversation "
-        f"of {len(recording.tokens)} tokens.\nAt {len(plan.edges)} points the next answer is "
+        f"of {len(recording.tokens)} tokens.\nAt {points} points the next answer is "
         "written by the target alone (AR), with its DFlash drafter, trained on\n512 tokens of "
         "context (Frozen), and with that drafter's Queries scaled by the Keys they see "
         f"(SharpDraft):\n{arms[-1].settings.describe()}.\nAll three must write the same tokens; "
@@ -40,12 +41,13 @@ def demo(options: DemoOptions) -> None:
         highlight=False,
     )
     rows: list[dict[str, Any]] = []
-    with bar(len(plan.edges), "starting") as (progress, task):
+    with bar(points, "starting") as (progress, task):
 
         def on_row(row: dict[str, Any]) -> None:
             rows.append(row)
             progress.advance(task)
-            _show_answer(progress.console, loaded.tokenizer, row)
+            if "skipped" not in row:
+                _show_answer(progress.console, loaded.tokenizer, row)
 
         def on_progress(text: str) -> None:
             progress.update(task, description=text)

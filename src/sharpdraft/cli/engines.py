@@ -11,27 +11,33 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SharpDraftError
 from ..hub.smollm2 import SMOLLM2
-from .loading import Drafters, check_arms, names_of
+from .loading import RECORDED_AS_IT_IS, Drafters, chat_settings, check_arms, names_of
 from .options import BenchOptions
 from .progress import bar, resumable
 from .report import Run, report
+from .servers import Servers
 
 if TYPE_CHECKING:
     from ..decode.session import Arm
     from ..lab.backends.groups import Backend, Prompt
+    from ..workloads.chat import Chat, ChatSettings
     from ..workloads.tasks import Task
 
 
 def bench_engines(options: BenchOptions) -> None:
     """Compare arms in vLLM, or running servers. Raises SharpDraftError."""
     from ..hub.targets import load_tokenizer
-    from ..lab.backends.groups import groups_of, recorded_prompts, run_groups
+    from ..lab.backends.groups import fitting, groups_of, recorded_prompts, run_groups
     from ..lab.plan import Plan, RunLog
+    from ..workloads.chat import Chat
     from ..workloads.tasks import digest, recordings
 
     where = _where(options)
     tasks = _tasks(options)
+    settings = _settings(options)
     directory, tokenizer, limit, ends = load_tokenizer(options.target)
+    chat = Chat(tokenizer, settings)
+    chat.check(tasks)
     plan = Plan(
         options.target,
         f"{options.drafter or 'built-in'} in {where.name} with {options.engine_args}, "
@@ -39,48 +45,38 @@ def bench_engines(options: BenchOptions) -> None:
         where.arms,
         turns_per_bucket=options.turns_per_bucket,
         tasks=digest(tasks),
+        template=settings.to_dict(),
     )
-    prompts = _prompts(tasks, tokenizer)
+    prompts = _prompts(tasks, chat)
     if not tasks:
         prompts = recorded_prompts(recordings()[: options.sessions], plan, limit)
-    groups = groups_of(prompts, plan.edges, options.concurrency)
+    if isinstance(where, Servers):
+        where = where.reading(chat, tasks, prompts)
+    prompts, unfitting = fitting(prompts, limit)
+    groups = groups_of(prompts, options.concurrency)
     log = RunLog(options.out_dir / "rows.jsonl", plan)
-    with resumable(str(log.path)), bar(len(groups), "starting") as (progress, task):
-        progress.advance(task, len(log.rows))
+    with resumable(str(log.path)), bar(len(prompts), "starting") as (progress, task):
+        answered = sum(row["requests"] for row in log.rows)
+        progress.advance(task, answered)
+        for row in unfitting:
+            log.add(row)
 
         def on_row(row: dict[str, Any]) -> None:
             log.add(row)
-            progress.advance(task)
+            progress.advance(task, row.get("requests", 1))
 
         def on_progress(text: str) -> None:
             progress.update(task, description=text)
 
-        if len(log.rows) < len(groups):
+        if answered < len(prompts):
             with ExitStack() as open_ones:
                 backends = {
                     name: open_ones.enter_context(closing(backend))
                     for name, backend in where.start(directory, options.out_dir, on_progress)
                 }
-                run_groups(groups, backends, ends, log.rows, on_row, on_progress)
+                run_groups(groups, backends, chat.stops(ends), log.rows, on_row, on_progress)
     title = f"{options.target} in {where.name}, {options.concurrency} at once"
     report(Run(log.rows, plan, options.out_dir, title), options.as_json)
-
-
-@dataclass(frozen=True)
-class _Servers:
-    """Running servers, by what they are called."""
-
-    name: str
-    urls: dict[str, str]
-    arms: tuple[Arm, ...] = ()
-
-    def start(
-        self, target: Path, out_dir: Path, say: Callable[[str], None]
-    ) -> Iterator[tuple[str, Backend]]:
-        from ..lab.backends.server import Server
-
-        for name, url in self.urls.items():
-            yield name, Server(url)
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ class _Engines:
             yield arm.name, Engine.of(arm, target, self.drafter, self.arguments, log)
 
 
-def _where(options: BenchOptions) -> _Servers | _Engines:
+def _where(options: BenchOptions) -> Servers | _Engines:
     if options.engine not in (None, "vllm"):
         raise SharpDraftError(
             f"--engine {options.engine}: known is vllm; any server is reached with --base-url"
@@ -111,8 +107,7 @@ def _where(options: BenchOptions) -> _Servers | _Engines:
     if options.engine is not None and options.base_url is not None:
         raise SharpDraftError("give --engine or --base-url, not both")
     if options.base_url is not None:
-        pairs = (each.rpartition("=") for each in names_of(options.base_url))
-        return _Servers(options.base_url, {name or "server": url for name, _, url in pairs})
+        return Servers.of(options)
     try:
         arguments = json.loads(options.engine_args)
     except ValueError as error:
@@ -132,6 +127,10 @@ def _tasks(options: BenchOptions) -> list[Task]:
     from ..workloads.tasks import from_file
 
     if options.prompts is None:
+        if options.chat:
+            raise SharpDraftError(
+                "the recorded sessions are token ids, and --chat sends text: give --prompts"
+            )
         if options.target != SMOLLM2:
             raise SharpDraftError(
                 f"the recorded sessions are those of {SMOLLM2}: give --prompts for another target"
@@ -143,15 +142,22 @@ def _tasks(options: BenchOptions) -> list[Task]:
     return tasks
 
 
-def _prompts(tasks: Sequence[Task], tokenizer: Any) -> list[Prompt]:
+def _settings(options: BenchOptions) -> ChatSettings:
+    """What the chat template is told. Raises SharpDraftError where nothing is rendered here."""
+    settings = chat_settings(options)
+    if options.prompts is None and settings.to_dict():
+        raise SharpDraftError(RECORDED_AS_IT_IS)
+    if options.chat and (settings.arguments or settings.raw):
+        raise SharpDraftError(
+            "with --chat the template is the server's: tell the server, or leave --template-arg "
+            "and --raw out"
+        )
+    return settings
+
+
+def _prompts(tasks: Sequence[Task], chat: Chat) -> list[Prompt]:
     from ..lab.backends.groups import Prompt
-    from ..workloads.chat import chat_tokens
 
     return [
-        Prompt(
-            task.name,
-            tuple(chat_tokens(tokenizer, task.turns[0], first=True)),
-            task.answer_tokens,
-        )
-        for task in tasks
+        Prompt(task.name, tuple(next(chat.prompts(task))), task.answer_tokens) for task in tasks
     ]

@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.markup import escape
 
-from ..errors import SharpDraftError
+from ..errors import SharpDraftError, note
 from .console import err, out
 from .options import GenerateOptions, taking
 
 if TYPE_CHECKING:
     from ..decode.rounds import Round
     from ..decode.sampling import Sampling
-    from .loading import Loaded
+    from ..workloads.chat import Chat
 
 
 @taking(GenerateOptions)
 def generate(options: GenerateOptions) -> None:
     """Stream an answer; accepted drafts are green, the target's own tokens plain."""
     from ..decode.session import HOST
-    from .loading import Drafters, Loaded, check_arms
+    from ..workloads.tasks import Task
+    from .loading import Drafters, Loaded, check_arms, read_chat
 
     names = [options.arm]
     check_arms(names)
@@ -34,11 +35,13 @@ def generate(options: GenerateOptions) -> None:
         raise SharpDraftError("the prompt is empty: give a text")
     drafters = Drafters.find(options, names)
     (arm,) = drafters.arms(names, HOST)
-    loaded = Loaded.load(options, drafters)
+    chat = _chat(read_chat(options))
+    chat.check([Task("prompt", (text,))])
+    ids = chat.prompt(text)
+    loaded = Loaded.load(options, drafters, chat)
     session = loaded.session
     session.sampling = sampling
     session.use(arm)
-    ids = _prompt_ids(loaded, text, options.raw)
     screen = _Screen(loaded.tokenizer)
     rounds = []
     for done in session.generate(ids, options.max_new_tokens, loaded.stop):
@@ -48,6 +51,7 @@ def generate(options: GenerateOptions) -> None:
     written = session.tokens[len(ids) :]
     figures = {
         "arm": options.arm,
+        "template": chat.settings.to_dict(),
         "text": loaded.tokenizer.decode(written, skip_special_tokens=True),
         "token_ids": written,
         "prompt_tokens": len(ids),
@@ -75,10 +79,14 @@ def _sampling(options: GenerateOptions) -> Sampling:
     )
 
 
-def _prompt_ids(loaded: Loaded, text: str, raw: bool) -> list[int]:
-    if raw or not getattr(loaded.tokenizer, "chat_template", None):
-        return list(loaded.tokenizer(text)["input_ids"])
-    return loaded.prompt(text)
+def _chat(chat: Chat) -> Chat:
+    """The same, or --raw, which is said, for a target without a chat template."""
+    from ..workloads.chat import Chat, ChatSettings
+
+    if chat.template is not None or chat.settings.to_dict():
+        return chat
+    note("the target has no chat template: the text is continued as it is, as with --raw")
+    return Chat(chat.tokenizer, ChatSettings(raw=True))
 
 
 def _speed(rounds: Sequence[Round], tokens: int) -> dict[str, float | None]:
@@ -93,6 +101,8 @@ def _speed(rounds: Sequence[Round], tokens: int) -> dict[str, float | None]:
 
 
 def _summary(figures: dict[str, Any]) -> str:
+    from ..workloads.chat import describe
+
     parts = [f"{figures['arm']}: {len(figures['token_ids'])} tokens"]
     if speed := figures["tokens_per_second"]:
         parts.append(f"{speed:.1f} tokens/s")
@@ -100,6 +110,8 @@ def _summary(figures: dict[str, Any]) -> str:
         parts.append(f"{mal:.2f} tokens a verification")
     parts.append(f"prefill of {figures['prompt_tokens']} tokens {figures['prefill_seconds']:.2f} s")
     parts.append(f"ended by {figures['finish']}")
+    if told := figures["template"]:
+        parts.append(f"chat template: {describe(told)}")
     return ", ".join(parts)
 
 

@@ -8,16 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SharpDraftError
+from ..errors import SharpDraftError, note
 from .console import err
-from .options import ModelOptions
+from .options import ModelOptions, RecordOptions, TrainOptions
 
 if TYPE_CHECKING:
     from ..decode.session import Arm, Session
     from ..method.settings import DraftSettings, Host
     from ..model.causal_lm import CausalLM
+    from ..workloads.chat import Chat, ChatSettings
 
-_RECOMMENDED = "sharpdraft"
+RECORDED_AS_IT_IS = (
+    "the recorded sessions were written with the chat template as it is: give --prompts, or leave "
+    "--system, --template-arg and --raw out"
+)
 
 
 def names_of(text: str) -> list[str]:
@@ -40,6 +44,7 @@ class Drafters:
     directories: dict[str, Path]
     recommended: dict[str, DraftSettings]
     drafts: int | None
+    family: str | None = None
 
     @classmethod
     def find(cls, options: ModelOptions, names: Sequence[str], several: bool = False) -> Drafters:
@@ -50,11 +55,15 @@ class Drafters:
         """
         if all(name == "ar" for name in names):
             return cls({}, {}, None)
-        from ..drafters.registry import recommended
+        from ..drafters.family import FAMILIES
         from ..hub.checkpoints import drafter_dir
 
-        asked = options.drafter
+        asked, family = options.drafter, options.family
         each: list[str | None] = [*names_of(asked)] if asked and several else [asked]
+        if family is not None and (len(each) > 1 or family not in FAMILIES):
+            raise SharpDraftError(
+                f"--family {family}: it is one of {', '.join(FAMILIES)}, for a single --drafter"
+            )
         directories = {}
         for name in each:
             found = drafter_dir(options.target, name)
@@ -70,16 +79,9 @@ class Drafters:
             directories[label] = found
         settings = {}
         for label, directory in directories.items():
-            own, known = recommended(directory)
-            if not known and any(_RECOMMENDED in name.split("+") for name in names):
-                err.print(
-                    f"note: {directory} has no sharpdraft.json; using the paper's setting "
-                    f"({own.describe()}), which needs validation for this drafter",
-                    soft_wrap=True,
-                    highlight=False,
-                )
+            own = _recommended(directory, family, any("sharpdraft" in n.split("+") for n in names))
             settings[label] = own if options.drafts is None else replace(own, length=None)
-        return cls(directories, settings, options.drafts)
+        return cls(directories, settings, options.drafts, family)
 
     def arms(self, names: Sequence[str], host: Host) -> tuple[Arm, ...]:
         """The arms called `names`, drafting as many tokens as --drafts says where they do not say
@@ -91,7 +93,7 @@ class Drafters:
         arms = arms_of(names, self.recommended, self.drafts)
         for arm in arms:
             if arm.drafter is not None:
-                drafts = num_drafts(self.directories[arm.drafter])
+                drafts = num_drafts(self.directories[arm.drafter], self.family)
                 try:
                     arm.settings.check(host, drafts=drafts)
                 except SharpDraftError as error:
@@ -99,18 +101,56 @@ class Drafters:
         return arms
 
 
+def _recommended(directory: Path, family: str | None, asked: bool) -> DraftSettings:
+    """What a drafter's settings file recommends, or else a guess, which is said where it is asked
+    for."""
+    from ..drafters.registry import family_in, recommended
+
+    own, known = recommended(directory, family)
+    if asked and not known:
+        eagle = family_in(directory, family) == "eagle3"
+        whose = "using the paper's"
+        if eagle:
+            whose = "the paper names no N0 for EAGLE-3, using DFlash's"
+        note(
+            f"{directory} has no sharpdraft.json; {whose} setting ({own.describe()}), which needs "
+            "validation for this drafter"
+        )
+    return own
+
+
+def chat_settings(options: ModelOptions | TrainOptions | RecordOptions) -> ChatSettings:
+    """What the chat template is told. Raises SharpDraftError for what makes no sense."""
+    from ..workloads.chat import ChatSettings
+
+    raw = getattr(options, "raw", False)
+    return ChatSettings.parse(options.system, options.template_arg or (), raw)
+
+
+def read_chat(options: ModelOptions) -> Chat:
+    """The target's chat template, read before its weights. Raises SharpDraftError for what is wrong
+    with it, or with the tokenizer."""
+    from ..hub.targets import read_tokenizer
+    from ..workloads.chat import Chat
+
+    return Chat(read_tokenizer(options.target), chat_settings(options))
+
+
 @dataclass(frozen=True)
 class Loaded:
-    """A target, its tokenizer and a session of it with its drafters."""
+    """A target, its tokenizer and chat template, and a session of it with its drafters."""
 
     target: CausalLM
     tokenizer: Any
     session: Session
     stop: tuple[int, ...]
+    chat: Chat
 
     @classmethod
-    def load(cls, options: ModelOptions, drafters: Drafters) -> Loaded:
-        """Read all weights. Raises SharpDraftError for what is wrong with a checkpoint."""
+    def load(cls, options: ModelOptions, drafters: Drafters, chat: Chat | None = None) -> Loaded:
+        """Read all weights. chat: as `read_chat` has read it. Raises SharpDraftError for what is
+        wrong with a checkpoint."""
+        chat = chat or read_chat(options)
         if options.weights not in (None, "bfloat16"):
             raise SharpDraftError(
                 f"--weights {options.weights}: the only choice is bfloat16; leave it out for "
@@ -121,18 +161,16 @@ class Loaded:
             from ..drafters.registry import load_drafter
             from ..hub.targets import load_target, stop_tokens
 
-            target, tokenizer = load_target(
-                options.target, device=options.device, rounded=options.weights is not None
+            target, _ = load_target(
+                options.target,
+                device=options.device,
+                rounded=options.weights is not None,
+                tokenizer=chat.tokenizer,
             )
             loaded = {
-                label: load_drafter(directory, target)
+                label: load_drafter(directory, target, drafters.family)
                 for label, directory in drafters.directories.items()
             }
             session = Session(target, loaded)
-        return cls(target, tokenizer, session, stop_tokens(target.config.eos_token_id))
-
-    def prompt(self, turn: str, *, first: bool = True) -> list[int]:
-        """Tokens of a user's turn, up to where the answer starts."""
-        from ..workloads.chat import chat_tokens
-
-        return chat_tokens(self.tokenizer, turn, first=first)
+        stop = chat.stops(stop_tokens(target.config.eos_token_id))
+        return cls(target, chat.tokenizer, session, stop, chat)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from functools import partial
+from typing import Any
 
 import typer
 from rich.markup import escape
 
-from ..errors import SharpDraftError
+from ..errors import SharpDraftError, SharpDraftNote
 from .bench import bench
 from .console import err
 from .demo import demo
@@ -31,8 +34,19 @@ app.command()(record)
 
 def main() -> None:
     """Entry point: every foreseen error is one line on stderr and exit code 1."""
-    try:
-        app()
-    except SharpDraftError as error:
-        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
-        sys.exit(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", SharpDraftNote)
+        warnings.showwarning = partial(_show, warnings.showwarning)
+        try:
+            app()
+        except SharpDraftError as error:
+            err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+            sys.exit(1)
+
+
+def _show(others: Any, message: Warning | str, *rest: Any, **named: Any) -> None:
+    """Show our notes as lines of their own, and the warnings of others as Python does."""
+    if isinstance(message, SharpDraftNote):
+        err.print(f"note: {escape(str(message))}", soft_wrap=True, highlight=False)
+    else:
+        others(message, *rest, **named)

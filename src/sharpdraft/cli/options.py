@@ -4,7 +4,7 @@ are its parameters; what takes long to import is imported when a command runs.""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import wraps
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -67,6 +67,15 @@ Device = Annotated[str | None, _option("--device", "cpu, cuda or mps.", "the bes
 Json = Annotated[bool, _option("--json", "Machine-readable results on stdout.")]
 Sessions = Annotated[int | None, _option("--sessions", "How many of the sessions.", "all", least=1)]
 Temperature = Annotated[float, _option("--temperature", "0: greedy.", least=0)]
+System = Annotated[str | None, _option("--system", "System message for the chat template.", "none")]
+TemplateArgs = Annotated[
+    list[str] | None,
+    _option(
+        "--template-arg",
+        "NAME=VALUE for the chat template, as enable_thinking=false; can be given again.",
+        "none",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +86,10 @@ class ModelOptions:
     drafter: Annotated[
         str | None,
         _option("--drafter", f"{_DRAFTER}: those built in.", "the DFlash one built in"),
+    ] = None
+    family: Annotated[
+        str | None,
+        _option("--family", "What --drafter is: dflash, eagle3 or pard.", "told by its checkpoint"),
     ] = None
     drafts: Annotated[
         int | None,
@@ -92,6 +105,11 @@ class ModelOptions:
             "as they are",
         ),
     ] = None
+    system: System = None
+    template_arg: TemplateArgs = None
+    raw: Annotated[
+        bool, _option("--raw", "Take single prompts as they are, without the chat template.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +140,6 @@ class GenerateOptions(ModelOptions):
     seed: Annotated[int | None, _option("--seed", "Repeats a sampled answer.", "a random one")] = (
         None
     )
-    raw: Annotated[
-        bool, _option("--raw", "Continue the text as it is, without the chat template.")
-    ] = False
     as_json: Json = False
 
 
@@ -156,7 +171,7 @@ class BenchOptions(ModelOptions):
         Path | None,
         _option(
             "--prompts",
-            "A prompt a line, or JSON lines with prompt or turns.",
+            "A prompt a line, JSON lines with prompt or turns, CSV or Parquet.",
             "the built-in sessions",
         ),
     ] = None
@@ -198,6 +213,24 @@ class BenchOptions(ModelOptions):
             "none",
         ),
     ] = None
+    chat: Annotated[
+        bool,
+        _option("--chat", "Ask servers for chat completions: their template, texts of --prompts."),
+    ] = False
+    served_model: Annotated[
+        str | None,
+        _option(
+            "--served-model",
+            "What servers call the model: one name, or ARM=NAME,ARM=NAME.",
+            "the first they list",
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key", help="Key of the servers.", envvar="OPENAI_API_KEY", show_default="none"
+        ),
+    ] = field(default=None, repr=False)
     concurrency: Annotated[
         int, _option("--concurrency", "Requests at once to an engine or server.", least=1)
     ] = 1
@@ -241,6 +274,8 @@ class TrainOptions:
             least=0,
         ),
     ] = 0
+    system: System = None
+    template_arg: TemplateArgs = None
     device: Device = None
 
 
@@ -250,4 +285,6 @@ class RecordOptions:
     target: Target = SMOLLM2
     sessions: Sessions = None
     length: Annotated[int, _option("--length", "Length of each session, tokens.", least=64)] = 8192
+    system: System = None
+    template_arg: TemplateArgs = None
     device: Device = None

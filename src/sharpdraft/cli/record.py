@@ -12,6 +12,7 @@ from .progress import bar
 def record(options: RecordOptions) -> None:
     """Let a target write the built-in sessions once, so that a bench can start deep inside them."""
     from ..train.pipeline import record_sessions
+    from .loading import chat_settings
 
     record_sessions(
         options.target,
@@ -19,6 +20,7 @@ def record(options: RecordOptions) -> None:
         sessions=options.sessions,
         length=options.length,
         device=options.device,
+        chat=chat_settings(options),
         progress=bar,
     )
     typer.echo(options.out_file)

@@ -17,6 +17,7 @@ def _command(family: str) -> Callable[..., None]:
     def train(options: TrainOptions) -> None:
         from ..hub.checkpoints import checkpoint_dir
         from ..train.pipeline import distil
+        from .loading import chat_settings
 
         with resumable(f"what is in {options.out_dir}"):
             drafter = distil(
@@ -31,6 +32,7 @@ def _command(family: str) -> Callable[..., None]:
                 text=options.text,
                 start=checkpoint_dir(options.start) if options.start else None,
                 first_wave=options.first_wave,
+                chat=chat_settings(options),
                 progress=bar,
             )
         typer.echo(drafter)

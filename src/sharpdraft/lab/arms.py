@@ -50,8 +50,9 @@ def _arm(
             recommended = replace(recommended, length=None)
         settings = DraftSettings.parse(text, recommended)
     except SharpDraftError as error:
-        # What is wrong begins with the words that are.
-        raise SharpDraftError(f"arm {error}") from error
+        # What is wrong begins with the words that are. An arm may also be none of the settings.
+        said = str(error).replace("unknown; known are ", f"unknown; known are {AR.name}, ")
+        raise SharpDraftError(f"arm {said}") from error
     if drafts is not None and settings.length is None:
         settings = replace(settings, length=FixedLength(drafts))
     return Arm(name, drafter, settings)

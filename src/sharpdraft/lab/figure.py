@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import SharpDraftError
+from .buckets import label
 from .statistics import Cell, Estimate
-from .table import label
 
 _PANELS: dict[str, Callable[[Cell], Estimate | None]] = {
     "tokens per second": lambda cell: cell.speed,
@@ -21,10 +21,10 @@ _PANELS: dict[str, Callable[[Cell], Estimate | None]] = {
 _COLOURS = {"ar": "#7f7f7f", "frozen": "#1f77b4", "sharpdraft": "#d62728"}
 
 
-def figure(cells: Sequence[Cell], edges: Sequence[int], path: Path, title: str) -> None:
+def figure(cells: Sequence[Cell], path: Path, title: str) -> None:
     """Tokens per second, mean accepted length and attention mass by context length, as a PNG.
 
-    Raises SharpDraftError if matplotlib is not installed.
+    Raises SharpDraftError if matplotlib is not installed, or there is nothing to draw.
     """
     try:
         import matplotlib
@@ -40,22 +40,25 @@ def figure(cells: Sequence[Cell], edges: Sequence[int], path: Path, title: str) 
         for heading, get in _PANELS.items()
         if any(get(cell) is not None for cell in cells)
     }
+    if not panels:
+        raise SharpDraftError("there is no figure: nothing was measured that it would show")
+    buckets = sorted({cell.bucket for cell in cells})
     # One colour an arm in every panel, in the order of the table.
     spare = plt.get_cmap("Dark2")
     names = dict.fromkeys(cell.arm for cell in cells)
     colours = {name: _COLOURS.get(name, spare(i % 8)) for i, name in enumerate(names)}
-    size = (4.6 * len(panels), 3.8)
+    # Room for every label.
+    size = (max(4.6, 0.8 * len(buckets)) * len(panels), 3.8)
     drawn, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False)
     for axis, (heading, get) in zip(axes[0], panels.items(), strict=True):
-        _panel(axis, cells, get, colours)
-        buckets = sorted({cell.bucket for cell in cells})
-        axis.set_xticks(range(len(buckets)), [label(b, edges) for b in buckets])
+        _panel(axis, cells, get, colours, buckets)
+        axis.set_xticks(range(len(buckets)), [label(b) for b in buckets])
         axis.set_xlabel("context length, tokens")
         axis.set_title(heading)
         axis.grid(alpha=0.25)
         axis.set_ylim(bottom=0 if heading != "mean accepted length" else 1)
         axis.legend(fontsize=8)
-    drawn.suptitle(title, fontsize=10)
+    drawn.suptitle(title, fontsize=10, parse_math=False)
     drawn.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn.savefig(path, dpi=130)
@@ -67,9 +70,9 @@ def _panel(
     cells: Sequence[Cell],
     get: Callable[[Cell], Estimate | None],
     colours: dict[str, Any],
+    buckets: Sequence[int],
 ) -> None:
     """A line with intervals for each arm."""
-    buckets = sorted({cell.bucket for cell in cells})
     for number, (name, colour) in enumerate(colours.items()):
         points = [(c.bucket, e) for c in cells if c.arm == name and (e := get(c)) is not None]
         if not points:
@@ -79,6 +82,8 @@ def _panel(
         y = np.array([e.value for _, e in points])
         axis.plot(x, y, marker="o", label=name, color=colour)
         bounds = np.array([[e.low, e.high] for _, e in points], dtype=float)
-        if not np.isnan(bounds).any():
+        known = ~np.isnan(bounds).any(1)
+        if known.any():
+            x, y, bounds = x[known], y[known], bounds[known]
             errors = np.maximum([y - bounds[:, 0], bounds[:, 1] - y], 0)
             axis.errorbar(x, y, yerr=errors, fmt="none", color=colour, alpha=0.4)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from math import isfinite, nan
 from typing import Any
 
 from torch import Tensor
@@ -18,12 +19,16 @@ from torch import Tensor
 from ..decode.replay import replay
 from ..decode.rounds import Round
 from ..decode.session import Session
+from ..errors import SharpDraftError
 from ..workloads.tasks import Recording, Task
 from .arms import AR
-from .plan import Plan, measured_turns, row_of
+from .plan import Plan, Row, failed_row, fits, measured_turns, row_of, skipped_row, unfitting_row
 
 Say = Callable[[str], None]
 """Told what is being done."""
+_FAILURES = (SharpDraftError, MemoryError, RuntimeError)
+"""What one turn may end with, as where there is no memory for its context, while others can be
+measured."""
 
 
 def run_recording(
@@ -31,25 +36,28 @@ def run_recording(
     recording: Recording,
     plan: Plan,
     stop: Collection[int],
-    done: Sequence[dict[str, Any]],
-    on_row: Callable[[dict[str, Any]], None],
+    done: Sequence[Row],
+    on_row: Callable[[Row], None],
     on_progress: Say = lambda text: None,
 ) -> None:
     """Measure the turns of a recorded session that the plan asks for and `done` has not; the text
-    between them is read from the recording. Raises SharpDraftError for an arm that the session
-    cannot do."""
+    between them is read from the recording. A turn that fails is skipped. Raises SharpDraftError
+    for an arm that the session cannot do."""
     _check(session, plan)
-    limit = min(len(recording.tokens), session.target.max_positions, plan.edges[-1])
-    for number in measured_turns(recording, plan, limit):
-        if row_of(done, recording.name, number) is not None:
+    name = recording.name
+    for number in measured_turns(recording, plan, session.target.max_positions):
+        if row_of(done, name, number) is not None:
             continue
         turn = recording.turns[number]
-        on_progress(f"{recording.name}: reading to {turn.start} tokens")
-        session.read_along()
-        bring_to(session, recording.tokens[: turn.start])
-        prompt = recording.tokens[turn.start : turn.answer]
-        row = measure_turn(session, prompt, turn.end - turn.answer, plan, stop, number, on_progress)
-        on_row({"session": recording.name, "turn": number, **row})
+        prompt, answer = recording.tokens[turn.start : turn.answer], turn.end - turn.answer
+        try:
+            on_progress(f"{name}: reading to {turn.start} tokens")
+            session.read_along()
+            bring_to(session, recording.tokens[: turn.start])
+            row = measure_turn(session, prompt, answer, plan, stop, number, on_progress)
+        except _FAILURES as error:
+            row = failed_row(name, number, turn.answer, error)
+        on_row({"session": name, "turn": number, **row})
 
 
 def run_live(
@@ -58,25 +66,41 @@ def run_live(
     prompts: Iterator[list[int]],
     plan: Plan,
     stop: Collection[int],
-    done: Sequence[dict[str, Any]],
-    on_row: Callable[[dict[str, Any]], None],
+    done: Sequence[Row],
+    on_row: Callable[[Row], None],
     on_progress: Say = lambda text: None,
+    *,
+    end_of_turn: int | None,
 ) -> None:
-    """Measure every turn of a session until its turns or the context run out. Raises
-    SharpDraftError for an arm that the session cannot do."""
+    """Measure every turn of a session. One that does not fit into the context, or fails, is
+    skipped, and so are those behind it: without it they would be another conversation's.
+
+    end_of_turn: the token that the chat template puts behind an answer, put there where an answer
+    was cut; None for a single turn. Raises SharpDraftError for an arm that the session cannot do.
+    """
     _check(session, plan)
+    lost = False
     for number, prompt in enumerate(prompts):
-        if number and session.tokens[-1] not in stop:
-            prompt = [next(iter(stop)), *prompt] if stop else prompt
-        if len(prompt) + 2 > session.room:
-            break
-        if (finished := row_of(done, task.name, number)) is not None:
+        start = len(session.tokens)
+        if number and start and session.tokens[-1] not in stop and end_of_turn is not None:
+            prompt = [end_of_turn, *prompt]
+        context = start + len(prompt)
+        if lost:
+            on_row(skipped_row(task.name, number, context, "behind a turn that was skipped"))
+        elif not fits(context, session.capacity):
+            lost = True
+            on_row(unfitting_row(task.name, number, context, session.capacity))
+        elif (finished := row_of(done, task.name, number)) is not None:
             session.read_along()
             bring_to(session, [*session.tokens, *prompt, *finished["tokens"]])
-            continue
-        answer = min(task.answer_tokens, session.room - len(prompt))
-        row = measure_turn(session, prompt, answer, plan, stop, number, on_progress)
-        on_row({"session": task.name, "turn": number, **row})
+        else:
+            answer = min(task.answer_tokens, session.room - len(prompt))
+            try:
+                row = measure_turn(session, prompt, answer, plan, stop, number, on_progress)
+            except _FAILURES as error:
+                lost, row = True, failed_row(task.name, number, context, error)
+                session.rewind(start)
+            on_row({"session": task.name, "turn": number, **row})
 
 
 def measure_turn(
@@ -195,7 +219,9 @@ def _masses(session: Session, first: int, every: int) -> list[tuple[int, float]]
     for at in range(first, len(session.tokens) - session.num_drafts - 1, every):
         values.clear()
         next(replay(session, at, probe))
-        found.append((at, sum(values) / len(values)))
+        mass = sum(values) / len(values) if values else nan  # Nothing was drafted there.
+        if isfinite(mass):
+            found.append((at, mass))
     return found
 
 

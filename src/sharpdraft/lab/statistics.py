@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from ..decode.session import Arm
 from ..method.settings import FROZEN
-from ..workloads.tasks import bucket_of
 from .arms import AR
+from .buckets import bucket_of
+from .plan import Row
 
 _RESAMPLES = 2000
 
-Row = dict[str, Any]
 _Part = Callable[[Row], float]
 """What a row adds to a sum."""
 _Values = NDArray[np.float64]
@@ -52,18 +52,71 @@ class Cell:
     mass: Estimate | None
 
 
-def summarise(rows: Sequence[Row], edges: Sequence[int], arms: Sequence[Arm] = ()) -> list[Cell]:
+def summarise(rows: Sequence[Row], arms: Sequence[Arm] = ()) -> list[Cell]:
     """Every arm in every bucket that was measured, drafter by drafter.
 
     arms: those of the plan; a name that is none of theirs, such as a server's, is told by its name.
     """
+    inside: dict[int, list[Row]] = {}
+    for row in rows:
+        inside.setdefault(bucket_of(row["context"]), []).append(row)
     cells = []
-    for bucket in range(len(edges)):
-        inside = [row for row in rows if bucket_of(row["context"], edges) == bucket]
-        if inside:
-            known = _ordered(inside[0], arms)
-            cells += [_cell(arm, known, bucket, inside) for arm in known]
+    for bucket, own in sorted(inside.items()):
+        known = _ordered(own[0], arms)
+        cells += [_cell(arm, known, bucket, own) for arm in known]
     return cells
+
+
+@dataclass(frozen=True)
+class Undrafted:
+    """An arm that stopped drafting: rounds without drafts, in how many turns of how many, and the
+    shortest context, in tokens, at which one of them had none."""
+
+    arm: str
+    rounds: int
+    turns: int
+    measured: int
+    context: int
+
+
+def undrafted(rows: Sequence[Row], arms: Sequence[Arm] = ()) -> list[Undrafted]:
+    """The arms that had rounds in which nothing could be drafted. Such rounds have no part in MAL.
+    A last round that has one token left to write drafts nothing by itself and is not counted."""
+    found = []
+    for arm in _ordered(rows[0], arms) if rows else []:
+        place = "arms" if arm.name in rows[0]["arms"] else "replayed"
+        each = [(_without_drafts(row, place, arm.name), row) for row in rows]
+        inside = [(rounds, row) for rounds, row in each if rounds]
+        if arm.drafter is not None and inside:
+            context = min(_drafted_to(row, place, arm.name) for _, row in inside)
+            total = sum(rounds for rounds, _ in inside)
+            found.append(Undrafted(arm.name, total, len(inside), len(rows), context))
+    return found
+
+
+def _without_drafts(row: Row, place: str, name: str) -> int:
+    """Rounds of a row without drafts: of all tokens, those that neither prefill nor a round with
+    drafts wrote."""
+    arm, requests = row[place][name], row.get("requests", 1)
+    if "counts" in arm or (place == "arms" and "requests" not in row):
+        written = arm["tokens"]
+    else:
+        texts = row["tokens"] if "requests" in row else [row["tokens"]]
+        if isinstance(texts[0], str):
+            return 0  # A server that tells nothing of its drafts.
+        written = sum(map(len, texts))
+    drafted = _drafts(place, name, 0)(row) + _drafts(place, name, 2)(row)
+    left = int(written - requests - drafted)
+    return left if left > requests else 0
+
+
+def _drafted_to(row: Row, place: str, name: str) -> int:
+    """The context behind which a row drafted nothing; of several requests, where they began."""
+    rounds = row[place][name].get("rounds")
+    if not rounds or "requests" in row:
+        return int(row["context"])
+    context, _, accepted = rounds[-1]
+    return int(context + accepted + 1)
 
 
 @dataclass(frozen=True)
@@ -100,7 +153,7 @@ def _cell(arm: _Measured, arms: Sequence[_Measured], bucket: int, rows: Sequence
     massed = replayed and any(row["replayed"][name].get("mass") for row in rows)
     mal = [_drafts(place, name, 0), _drafts(place, name, 2)]
     speed = [_figure("arms", name, "tokens"), _figure("arms", name, "seconds")]
-    found: dict[str, Estimate] = {}
+    found: dict[str, Estimate | None] = {}
     if timed:
         found["speed"] = _estimate(rows, np.divide, *speed)
         if arm.drafter is not None and AR.name in rows[0]["arms"]:
@@ -138,7 +191,8 @@ def _drafts(place: str, name: str, which: int) -> _Part:
         # A server counts its drafts itself; an engine of ours tells every round.
         if counts := arm.get("counts"):
             return float(counts[which])
-        return len(arm["rounds"]) if which == 0 else sum(r[which] for r in arm["rounds"])
+        rounds = arm.get("rounds", ())
+        return len(rounds) if which == 0 else sum(r[which] for r in rounds)
 
     return part
 
@@ -159,15 +213,18 @@ def _ratio(tokens: _Values, seconds: _Values, others: _Values, other: _Values) -
     return (tokens / seconds) / (others / other)
 
 
-def _estimate(rows: Sequence[Row], of: Callable[..., Any], *parts: _Part) -> Estimate:
-    """A figure that is a function of sums over rows, with its interval."""
+def _estimate(rows: Sequence[Row], of: Callable[..., Any], *parts: _Part) -> Estimate | None:
+    """A figure that is a function of sums over rows, with its interval; None where these sums give
+    none, as a MAL of no rounds."""
     names = sorted({row["session"] for row in rows})
     sums = np.zeros((len(names), len(parts)))
     for row in rows:
         sums[names.index(row["session"])] += [part(row) for part in parts]
     with np.errstate(divide="ignore", invalid="ignore"):
         value = float(of(*sums.sum(0)))
-        if len(names) < 3 or np.isnan(value):
+        if not np.isfinite(value):
+            return None
+        if len(names) < 3:
             return Estimate(value)
         return Estimate(value, *_interval(sums, of))
 

@@ -8,11 +8,16 @@ first arm wrote is what the others must write.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ...workloads.tasks import Recording, bucket_of
-from ..plan import Plan, measured_turns
+from ...errors import SharpDraftError
+from ...workloads.tasks import Recording
+from ..buckets import bucket_of
+from ..plan import Plan, Row, failed_row, fits, measured_turns, unfitting_row
+
+_OF_SERVERS = ("counts", "counted", "retries")
+"""What a server's figures have besides; see `Server.answer`."""
 
 
 class Backend(Protocol):
@@ -43,14 +48,22 @@ class Prompt:
 class Group:
     """Prompts at about one context length that are answered at once."""
 
-    name: str
-    prompts: tuple[tuple[int, ...], ...]
-    answer_tokens: int
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def name(self) -> str:
+        """Those of its prompts."""
+        return "+".join(prompt.name for prompt in self.prompts)
 
     @property
     def context(self) -> int:
         """Mean length of the prompts, in tokens."""
-        return sum(len(prompt) for prompt in self.prompts) // len(self.prompts)
+        return sum(len(prompt.tokens) for prompt in self.prompts) // len(self.prompts)
+
+    @property
+    def answer_tokens(self) -> int:
+        """How long an answer may get, tokens."""
+        return max(prompt.answer_tokens for prompt in self.prompts)
 
 
 def recorded_prompts(recordings: Sequence[Recording], plan: Plan, limit: int) -> list[Prompt]:
@@ -63,50 +76,97 @@ def recorded_prompts(recordings: Sequence[Recording], plan: Plan, limit: int) ->
     ]
 
 
-def groups_of(prompts: Sequence[Prompt], edges: Sequence[int], concurrency: int) -> list[Group]:
-    """`concurrency` prompts of one context bucket at a time; prompts beyond the last bucket are
-    left out."""
-    found = []
-    for bucket in range(len(edges)):
-        inside = [p for p in prompts if bucket_of(len(p.tokens), edges) == bucket]
-        for start in range(0, len(inside), concurrency):
-            part = inside[start : start + concurrency]
-            name, tokens = "+".join(p.name for p in part), tuple(p.tokens for p in part)
-            found.append(Group(name, tokens, max(p.answer_tokens for p in part)))
-    return found
+def fitting(prompts: Sequence[Prompt], limit: int) -> tuple[list[Prompt], list[Row]]:
+    """The prompts that leave room for an answer in a context of `limit` tokens, no answer being
+    longer than its room, and rows of the others."""
+    found, rows = [], []
+    for prompt in prompts:
+        context = len(prompt.tokens)
+        if fits(context, limit):
+            answer = min(prompt.answer_tokens, limit - context)
+            found.append(replace(prompt, answer_tokens=answer))
+        else:
+            rows.append(unfitting_row(prompt.name, 0, context, limit))
+    return found, rows
+
+
+def groups_of(prompts: Sequence[Prompt], concurrency: int) -> list[Group]:
+    """`concurrency` prompts of one context bucket at a time, short ones first."""
+    inside: dict[int, list[Prompt]] = {}
+    for prompt in prompts:
+        inside.setdefault(bucket_of(len(prompt.tokens)), []).append(prompt)
+    return [
+        Group(tuple(own[start : start + concurrency]))
+        for _, own in sorted(inside.items())
+        for start in range(0, len(own), concurrency)
+    ]
 
 
 def run_groups(
     groups: Sequence[Group],
     backends: Mapping[str, Backend],
     stop: Sequence[int],
-    done: Sequence[Mapping[str, Any]],
-    on_row: Callable[[dict[str, Any]], None],
+    done: Sequence[Row],
+    on_row: Callable[[Row], None],
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Answer every group that `done` has not with every arm, in an order that rotates."""
-    names = list(backends)
+    """Answer every group that `done` has not with every arm, in an order that rotates. Where a
+    group is not answered its prompts are asked one by one, and those that are not answered then are
+    skipped."""
     known = {row["session"] for row in done}
     for number, group in enumerate(groups):
-        if group.name in known:
-            continue
-        shift = number % len(names)
-        answers = {}
-        for name in (*names[shift:], *names[:shift]):
-            on_progress(f"{name}: {len(group.prompts)} answers at {group.context} tokens")
-            answers[name] = backends[name].answer(group.prompts, group.answer_tokens, stop)
-        on_row(_row(group, number, {name: answers[name] for name in names}))
+        waiting = [group]
+        while waiting:
+            part = waiting.pop(0)
+            if part.name in known:
+                continue
+            alone = [Group((prompt,)) for prompt in part.prompts]
+            if any(each.name in known for each in alone):
+                waiting = alone
+                continue
+            try:
+                answers = _answers(part, number, backends, stop, on_progress)
+            except SharpDraftError as error:
+                if len(part.prompts) > 1:
+                    waiting = alone
+                else:
+                    on_row(failed_row(part.name, 0, part.context, error))
+            else:
+                on_row(_row(part, number, answers))
+
+
+def _answers(
+    group: Group,
+    number: int,
+    backends: Mapping[str, Backend],
+    stop: Sequence[int],
+    on_progress: Callable[[str], None],
+) -> dict[str, dict[str, Any]]:
+    """What each arm answers. Raises SharpDraftError, which begins with the arm's name."""
+    names = list(backends)
+    shift = number % len(names)
+    prompts = [prompt.tokens for prompt in group.prompts]
+    answers = {}
+    for name in (*names[shift:], *names[:shift]):
+        on_progress(f"{name}: {len(prompts)} answers at {group.context} tokens")
+        try:
+            answers[name] = backends[name].answer(prompts, group.answer_tokens, stop)
+        except SharpDraftError as error:
+            raise SharpDraftError(f"{name}: {error}") from error
+    return {name: answers[name] for name in names}
 
 
 def _row(group: Group, number: int, answers: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    texts = {name: answer["tokens"] for name, answer in answers.items()}
+    texts = {name: _written(answer) for name, answer in answers.items()}
     first = next(iter(texts.values()))
+    told = next(iter(answers.values()))
     return {
         "session": group.name,
         "turn": number,
         "context": group.context,
         "requests": len(group.prompts),
-        "tokens": first,
+        "tokens": told["tokens"],
+        **{key: told[key] for key in ("reasoning",) if told.get(key)},
         "arms": {name: _figures(answer) for name, answer in answers.items()},
         "differences": {
             name: _difference(text, first) for name, text in texts.items() if text != first
@@ -122,9 +182,15 @@ def _figures(answer: Mapping[str, Any]) -> dict[str, Any]:
         "tokens": answer["decoded"],
         "rounds": [each for answered in answer.get("rounds", ()) for each in answered],
     }
-    if answer.get("counts"):
-        found["counts"] = answer["counts"]
-    return found
+    return found | {key: answer[key] for key in _OF_SERVERS if answer.get(key)}
+
+
+def _written(answer: Mapping[str, Any]) -> Sequence[Any]:
+    """What arms have to agree on: a server's text behind what it thought before."""
+    thoughts = answer.get("reasoning")
+    if not thoughts:
+        return list(answer["tokens"])
+    return [a + b for a, b in zip(thoughts, answer["tokens"], strict=True)]
 
 
 def _difference(texts: Sequence[Any], others: Sequence[Any]) -> dict[str, Any]:

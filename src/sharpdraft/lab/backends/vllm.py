@@ -4,8 +4,8 @@ streams.
     python -m sharpdraft.lab.backends.vllm
 
 First line in: {"target", "drafter", "drafts", "asked", "options"}; out: {"ready": ...} or {"error":
-...}. Each further line in: {"prompts": [[ids]], "max_tokens": n, "stop": [ids]}; out: the `Answers`
-as JSON. Several children live side by side, so that arms take turns in one run.
+...}. Each further line in: {"prompts": [[ids]], "max_tokens": n, "stop": [ids]}; out: the answers
+as JSON, or {"error": ...}. Several children live side by side, so that arms take turns in one run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ...decode.session import Arm
-from ...drafters.checkpoint import read_json
-from ...drafters.registry import family_of, num_drafts
+from ...drafters.registry import family_in, num_drafts
 from ...errors import SharpDraftError
 from ...method.settings import FROZEN
 
@@ -71,19 +70,23 @@ class Engine:
         log: Path | None = None,
         python: str = sys.executable,
     ) -> None:
-        self.log = log
-        line = [python, "-m", __spec__.name]
-        with open(log or os.devnull, "ab") as output:
-            self.child = subprocess.Popen(
-                line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
-            )
-        job = {
+        self.log, self.python = log, python
+        self.job = {
             "target": str(target),
             "drafter": drafter and str(drafter),
             "drafts": drafts,
             "asked": asked,
+            "options": dict(options or {}),
         }
-        self._ask({**job, "options": dict(options or {})})
+        self._start()
+
+    def _start(self) -> None:
+        line = [self.python, "-m", __spec__.name]
+        with open(self.log or os.devnull, "ab") as output:
+            self.child = subprocess.Popen(
+                line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
+            )
+        self._ask(self.job)
 
     def answer(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[int] = ()
@@ -92,20 +95,27 @@ class Engine:
 
         Returns tokens [prompts][ids], rounds [prompts][(context, drafted, accepted)], first
         (seconds until every prompt had its first token), seconds (from then to the end), decoded
-        (tokens written in those) and preemptions (of the engine so far)."""
+        (tokens written in those) and preemptions (of the engine so far). Raises SharpDraftError for
+        prompts that are not answered; an engine that ended over them is started anew for the next
+        ones."""
+        if self.child.poll() is not None:
+            self.close()
+            self._start()
         return self._ask(
             {"prompts": [list(p) for p in prompts], "max_tokens": max_tokens, "stop": list(stop)}
         )
 
     def close(self) -> None:
         """End the child."""
+        assert self.child.stdin is not None and self.child.stdout is not None
         with suppress(OSError):
-            assert self.child.stdin is not None
             self.child.stdin.close()
         try:
             self.child.wait(timeout=30)
         except subprocess.TimeoutExpired:
             self.child.kill()
+            self.child.wait()
+        self.child.stdout.close()
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         assert self.child.stdin is not None and self.child.stdout is not None
@@ -121,6 +131,8 @@ class Engine:
             )
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
+            if reply.get("ended"):
+                self.close()
             raise SharpDraftError(f"vLLM: {reply['error']}{where}")
         return reply
 
@@ -141,7 +153,7 @@ def drafts_of(arm: Arm, drafter: Path) -> int:
 def speculative_config(drafter: Path, drafts: int) -> dict[str, Any]:
     """What vLLM is told of a drafter of any of our families. Raises SharpDraftError for a directory
     that holds none."""
-    method = _METHODS[family_of(read_json(drafter))]
+    method = _METHODS[family_in(drafter)]
     return {**method, "model": str(drafter), "num_speculative_tokens": drafts}
 
 
@@ -170,9 +182,10 @@ def serve() -> None:
     for line in sys.stdin:
         question = json.loads(line)
         try:
-            reply(_answer(engine, rounds, **question))
+            reply(refusal(engine, question) or _answer(engine, rounds, **question))
         except Exception as error:
-            reply({"error": _line(error)})
+            # Requests may be left in it.
+            reply({"error": _line(error), "ended": True})
             raise
 
 
@@ -212,6 +225,16 @@ def _start(job: Mapping[str, Any]) -> tuple[Any, dict[str, Rounds]]:
 
     scheduler.make_spec_decoding_stats = recorded
     return engine, rounds
+
+
+def refusal(engine: Any, question: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What vLLM would fail over, said before any of it is asked."""
+    limit = engine.engine_core.engine_core.scheduler.max_model_len
+    longest = max(map(len, question["prompts"]))
+    if longest < limit:
+        return None
+    said = f"a prompt of {longest:,} tokens does not fit: max_model_len is {limit:,}"
+    return {"error": said}
 
 
 def _answer(
