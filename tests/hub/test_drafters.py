@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sharpdraft.errors import SharpDraftError
+from sharpdraft.errors import SharpDraftError, SharpDraftNote
 from sharpdraft.hub.checkpoints import drafter_dir
 from sharpdraft.hub.smollm2 import DRAFTER_FAMILIES, SMOLLM2, completed, recording
 from sharpdraft.method.settings import FILE, DraftSettings, read_settings
@@ -76,6 +76,22 @@ def test_drafters_by_name(tmp_path: Path) -> None:
     with pytest.raises(SharpDraftError, match="no eagle3 drafter comes with some/target"):
         drafter_dir("some/target", "eagle3")
     assert drafter_dir("some/target", str(tmp_path)) == tmp_path
+
+
+def test_a_directory_called_like_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not hide the drafter that comes with a target, and is found where none does."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dflash").mkdir()
+    assert drafter_dir("some/target", "dflash") == Path("dflash")
+    with pytest.warns(SharpDraftNote, match=r"for the directory say \./dflash"):
+        assert drafter_dir(SMOLLM2, "dflash") != Path("dflash")
+    assert drafter_dir(SMOLLM2, "./dflash") == Path("dflash")
+
+
+def test_a_target_that_is_not_there_is_what_is_said(tmp_path: Path) -> None:
+    for name in (None, "eagle3"):
+        with pytest.raises(SharpDraftError, match=r"nowhere.* does not exist"):
+            drafter_dir(str(tmp_path / "nowhere"), name)
 
 
 def test_drafters_that_come_with_the_target() -> None:

@@ -64,7 +64,7 @@ def block_of(values: Mapping[str, Any], drafts: int | None = None) -> int:
 def num_drafts(directory: Path, family: str | None = None) -> int:
     """Tokens that are drafted where nobody says how many: what the drafter's sharpdraft.json says,
     or else its config.json. Raises SharpDraftError for a directory that holds no drafter."""
-    settings, found = recommended(directory)
+    settings, found = recommended(directory, family)
     if found and settings.drafts is not None:
         return settings.drafts
     try:
