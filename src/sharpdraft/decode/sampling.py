@@ -151,6 +151,11 @@ class Sampler:
 
         return sampled
 
+    def shares(self, logits: Tensor, tokens: Sequence[int]) -> Tensor:
+        """The probabilities that the token behind `tokens` is drawn with, from the target's logits
+        [vocab]; float32 [vocab]. Raises SharpDraftError for logits that are not numbers."""
+        return self._filtered(logits, self._ids(tokens)).softmax(-1)
+
     def verify(
         self,
         logits: Tensor,
