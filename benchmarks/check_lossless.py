@@ -22,12 +22,15 @@ import torch
 from rich.progress import track
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from sharpdraft.cli.loading import context_of
 from sharpdraft.errors import SharpDraftError
 from sharpdraft.hub.smollm2 import SMOLLM2
 from sharpdraft.hub.targets import load_tokenizer
 from sharpdraft.lab.plan import Row, measured, row_of
 from sharpdraft.workloads.chat import Chat, ChatSettings
+from sharpdraft.workloads.registry import WORKLOADS, tasks_of
 from sharpdraft.workloads.tasks import Task, built_in, from_file, recordings
+from sharpdraft.workloads.workload import Reader
 
 Prefixed = list[tuple[Row, list[int]]]
 """Rows of a session in order, and what stands before each answer."""
@@ -111,11 +114,7 @@ def _sessions(
     stop: Sequence[int],
 ) -> dict[str, Prefixed]:
     """All rows, session by session. Raises SharpDraftError where their texts are not known."""
-    if prompts is None and plan["target"] == SMOLLM2:
-        texts = {recording.name: recording.tokens for recording in recordings()}
-    else:
-        texts = {}
-    tasks = {task.name: task for task in (from_file(prompts, 2) if prompts else built_in())}
+    tasks, texts = _known(plan, rows, prompts, chat)
     found: dict[str, Prefixed] = {}
     for name in {row["session"] for row in rows}:
         own = sorted((row for row in rows if row["session"] == name), key=lambda row: row["turn"])
@@ -127,6 +126,25 @@ def _sessions(
             asked = "is not in that file" if prompts else "is of a prompt file"
             raise SharpDraftError(f"session {name} {asked}: give the run's own with --prompts FILE")
     return found
+
+
+def _known(
+    plan: Mapping[str, Any], rows: Sequence[Row], prompts: Path | None, chat: Chat
+) -> tuple[dict[str, Task], dict[str, Sequence[int]]]:
+    """The tasks that a run may have had, and the recorded texts, by the names of their sessions."""
+    ours = prompts is None and plan["target"] == SMOLLM2
+    if prompts is not None or "workloads" not in plan:
+        texts = {each.name: each.tokens for each in recordings()} if ours else {}
+        tasks = from_file(prompts, 2) if prompts else built_in()
+        return {task.name: task for task in tasks}, texts
+    reader = Reader(chat.tokenizer, context_of(plan["target"]))
+    found: dict[str, Task] = {}
+    texts = {}
+    for name in {row["workload"] for row in rows}:
+        for each in recordings(name) if ours else ():
+            texts[f"{name}/{each.name}"] = each.tokens
+        found |= {task.name: task for task in tasks_of(WORKLOADS[name], reader)}
+    return found, texts
 
 
 def _written(

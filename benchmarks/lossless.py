@@ -1,8 +1,9 @@
 """Is every drafter lossless, scaled or not, at every context length, in a batch? Many tokens,
 compared with AR's.
 
-    python benchmarks/lossless.py [--drafters dflash,eagle3,pard] [--arms frozen,sharpdraft@512]
-                                  [--places 14] [--tokens 160] [--rows FILE.jsonl]
+    python benchmarks/lossless.py [--drafters dflash,eagle3,pard,lookup,eagle3+lookup]
+                                  [--arms frozen,sharpdraft@512] [--places 14] [--tokens 160]
+                                  [--rows FILE.jsonl]
 
 At --places context lengths of each recorded session the next tokens are written by the target alone
 and then by every drafter, as released and scaled; all sessions share each pass. A difference is
@@ -20,13 +21,15 @@ from typing import Any
 
 from rich.progress import track
 
+from sharpdraft.cli.loading import Source
 from sharpdraft.decode.session import Arm, Session
 from sharpdraft.decode.step import step
-from sharpdraft.drafters.registry import load_drafter, recommended
-from sharpdraft.hub.smollm2 import SMOLLM2, built_in_drafter
+from sharpdraft.drafters.registry import recommended
+from sharpdraft.hub.smollm2 import SMOLLM2
 from sharpdraft.hub.targets import load_target
 from sharpdraft.lab.arms import AR, arms_of
 from sharpdraft.lab.machine import machine
+from sharpdraft.method.settings import DraftSettings
 from sharpdraft.workloads.tasks import recordings
 
 
@@ -42,12 +45,17 @@ def main() -> None:
     target, _ = load_target(SMOLLM2, device="cpu")
     drafters, arms = {}, [AR]
     for name in options.drafters.split(","):
-        directory = built_in_drafter(SMOLLM2, name)
-        assert directory is not None, f"there is no built-in {name} drafter"
-        drafters[name] = load_drafter(directory, target)
-        # With one drafter, too, its arms carry its name.
-        own = arms_of(options.arms.split(","), {name: recommended(directory)[0]})
-        arms += [Arm(f"{name}:{arm.name}", name, arm.settings) for arm in own]
+        source = Source.find(SMOLLM2, name)
+        drafters[name] = source.load(target, None)
+        # With one drafter, too, its arms carry its name; lookup has nothing to scale.
+        settings = DraftSettings() if source.directory is None else recommended(source.directory)[0]
+        own = arms_of(options.arms.split(","), {name: settings})
+        scaled = source.directory is not None
+        arms += [
+            Arm(f"{name}:{arm.name}", name, arm.settings)
+            for arm in own
+            if scaled or not arm.settings.acts
+        ]
     texts = recordings()[: options.sessions]
     sessions = [Session(target, drafters) for _ in texts]
     last = min(len(text.tokens) for text in texts)
@@ -85,7 +93,7 @@ def main() -> None:
             while running := [s for s in sessions if len(s.tokens) < ends]:
                 left = [ends - len(s.tokens) for s in running]
                 rounds = step(running, left, [()] * len(running))
-                accepted += [done.accepted for done in rounds if done.drafted]
+                accepted += [done.accepted for done in rounds if done.asked]
             answers = [session.tokens[length:] for session in sessions]
             row["tokens"][arm.name] = sum(map(len, answers))
             row["rounds"][arm.name], row["accepted"][arm.name] = len(accepted), sum(accepted)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .decode.rounds import Round
     from .decode.sampling import Sampling
     from .decode.session import Arm, Session
+    from .drafters.lookup import Lookup
+    from .drafters.mixed import Mixed
     from .drafters.registry import load_drafter
     from .errors import SharpDraftError
     from .hub.targets import load_target
@@ -30,6 +32,8 @@ _WHERE = {
     "decode.rounds": ("Round",),
     "decode.sampling": ("Sampling",),
     "decode.session": ("Arm", "Session"),
+    "drafters.lookup": ("Lookup",),
+    "drafters.mixed": ("Mixed",),
     "drafters.registry": ("load_drafter",),
     "errors": ("SharpDraftError",),
     "hub.targets": ("load_target",),
@@ -52,6 +56,8 @@ __all__ = [
     "DraftSettings",
     "FixedSlope",
     "LayerSlopes",
+    "Lookup",
+    "Mixed",
     "Policy",
     "Request",
     "Round",

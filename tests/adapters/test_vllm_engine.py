@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from sharpdraft.decode.session import Arm
 from sharpdraft.lab.backends.vllm import Engine
 from sharpdraft.method.policies import FixedSlope
 from sharpdraft.method.settings import DraftSettings, Window
@@ -266,3 +267,15 @@ def test_wrong_settings_end_it_before_a_weight_is_read(models: Models, tmp_path:
     ):
         with pytest.raises(SharpDraftError, match=message):
             Engine(models.target, models.drafter, DRAFTS, wrong, OPTIONS, tmp_path / "log")
+
+
+def test_vllms_own_lookup_is_an_arm(
+    ar: dict[str, Any], models: Models, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """On text that repeats itself, as the tiny target's does, it accepts what it drafts."""
+    with closing(Engine.of(Arm("", ""), models.target, None, OPTIONS, tmp_path / "log")) as engine:
+        answer = engine.answer(prompts, NEW)
+    assert answer["tokens"] == ar["tokens"]
+    rounds = [each for own in answer["rounds"] for each in own]
+    assert rounds and sum(accepted for _, _, accepted in rounds) > 0
+    assert {drafted for _, drafted, _ in rounds} <= set(range(1, 8))

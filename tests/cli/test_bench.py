@@ -121,9 +121,35 @@ def test_bench_of_sampled_answers(run: Run, saved: Checkpoints, tmp_path: Path) 
         != [row["tokens"] for row in other]
     )
     assert all(row["differences"] == {} and row["arms"]["frozen"]["rounds"] for row in first)
-    check_one_line(
-        bench(run, saved, "--temperature", 1, "--replay", "frozen"), "a replay follows a known text"
+
+
+def test_a_replay_of_sampled_answers_is_expected(
+    run: Run, saved: Checkpoints, tmp_path: Path
+) -> None:
+    """Rounds with weights, that write the first arm's text together."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"prompt": f"w{i} w9 w{i + 3}"}) + "\n" for i in range(4))
     )
+    options = ("--prompts", prompts, "--temperature", 1, "--arms", "ar,frozen")
+    result = bench(run, saved, *options, "--replay", "frozen,sharpdraft", "--json")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "sharpdraft-bench" / "rows.jsonl").read_text().splitlines()[1:]
+    ]
+    sums = {"rounds": 0.0, "accepted": 0.0}
+    for row in rows:
+        for arm in row["replayed"].values():
+            written = sum(weight * (accepted + 1) for _, _, accepted, weight in arm["rounds"])
+            # The first token is the prefill's, and a last one may be left to write by itself.
+            assert -1.01 < written - (len(row["tokens"]) - 1) < 0.01
+        for _, _, accepted, weight in row["replayed"]["sharpdraft"]["rounds"]:
+            sums["rounds"] += weight
+            sums["accepted"] += weight * accepted
+    (cell,) = [cell for cell in found["cells"] if cell["arm"] == "sharpdraft"]
+    assert cell["mal"]["value"] == pytest.approx(1 + sums["accepted"] / sums["rounds"])
 
 
 def test_bench_of_prompts_and_its_resumption(run: Run, saved: Checkpoints, tmp_path: Path) -> None:
@@ -231,7 +257,7 @@ def test_demo_and_bench_of_recorded_sessions(
     sessions = [Recording(name, tuple(tokens), turns) for name in ("one", "two")]
     monkeypatch.setattr(tasks, "recordings", lambda: sessions)
     monkeypatch.setattr(checkpoints, "built_in_drafter", lambda *names: saved.drafter)
-    for module in ("demo", "bench"):
+    for module in ("demo", "work"):
         monkeypatch.setattr(f"sharpdraft.cli.{module}.SMOLLM2", str(saved.target))
     demo = run("demo", "--out", tmp_path / "demo")
     assert demo.code == 0 and "Traceback" not in demo.err

@@ -189,7 +189,7 @@ def test_rounds_without_drafts_are_told(bench: Bench, monkeypatch: pytest.Monkey
     assert "in 1 of 2 answers" in result.err
     bench.write([60])
     result = bench("--arms", "ar,frozen", "--out", "none")
-    assert "nan" not in result.out and "MAL" not in result.out
+    assert "nan" not in result.out and "MAL" not in result.out.partition("Text: ")[0]
     shown = figures(bench("--arms", "ar,frozen", "--out", "none", "--json"))
     assert [cell["mal"] for cell in shown["cells"]] == [None, None]
 
@@ -217,7 +217,7 @@ def test_lines_in_a_pipe_never_wrap(bench: Bench) -> None:
     head = next(line for line in lines if "context" in line)
     for heading in ("tokens/s", "x AR", "MAL - Frozen's", "top-32 mass"):
         assert heading in head
-    assert len(lines) == 1 + 2 + 1 + len(every) + 2
+    assert len(lines) == 1 + 2 + 1 + len(every) + 3
     assert lines[-1] == f"figure: {bench.folder / ('long-name-' * 20) / 'figure.png'}"
 
 

@@ -45,6 +45,9 @@ def bench(run: Run, saved: Checkpoints, tmp_path: Path) -> Bench:
     return Bench(run, saved, tmp_path)
 
 
+USED = 'data: {{"choices": [], "usage": {{"completion_tokens": {}}}}}\n\n'
+
+
 def stream(*texts: str, end: str = "data: [DONE]\n\n") -> bytes:
     events = (json.dumps({"choices": [{"text": text}]}) for text in texts)
     return ("".join(f"data: {event}\n\n" for event in events) + end).encode()
@@ -80,6 +83,9 @@ def test_tokens_that_no_server_counts(bench: Bench, serving: Serving) -> None:
     [
         (fresh(Habit, body=stream("w1", "w2", end="")), "the stream was cut off after 2 pieces"),
         (fresh(Habit, body=stream("w1", end=""), rest="break"), "peer closed connection"),
+        (fresh(Habit, body=stream("")), "it wrote nothing: the stream ended without text in it"),
+        (fresh(Habit, body=stream("w1", end=USED.format(-2))), "its usage says -2, which is no"),
+        (fresh(Habit, body=b"data: " + b"[" * 20_000 + b"\n\n"), "it sent what is no completion"),
         (Refusing, "400 Bad Request: maximum context length is 7"),
         (Chat, "404 Not Found: Not Found; a server without /v1/completions is asked with --chat"),
     ],
@@ -90,6 +96,31 @@ def test_what_is_no_answer_is_one_line(
     url = serving(handler)
     check_one_line(bench("--base-url", url), url, "did not answer a prompt of ", message)
     assert all("skipped" in row for row in bench.rows)
+
+
+def test_an_empty_answer_is_a_skipped_turn(bench: Bench, serving: Serving) -> None:
+    """Not a turn of no tokens in which the arms agree."""
+
+    class Silent(Habit):
+        def complete(self, body: dict[str, Any]) -> None:
+            # Each of the three prompts has a length of its own, modulo 3.
+            said = "w1" if len(body["prompt"]) % 3 else ""
+            self.body = stream(said, end=USED.format(0) + "data: [DONE]\n\n")
+            super().complete(body)
+
+    url = serving(fresh(Silent))
+    result = bench("--base-url", f"a={url},b={url}")
+    assert result.code == 3
+    assert "skipped 1 turn, failed: " in result.err and "it wrote nothing" in result.err
+    assert ["skipped" in row for row in bench.rows].count(True) == 1
+    assert {row["arms"]["a"]["tokens"] for row in bench.rows if "arms" in row} == {1}
+
+
+def test_a_character_in_two_events(bench: Bench, serving: Serving) -> None:
+    url = serving(fresh(Habit, body=stream("w1 \ud83d", "\ude00")))
+    result = bench("--base-url", f"a={url},b={url}")
+    assert result.code == 0, result.err
+    assert {row["tokens"][0] for row in bench.rows} == {"w1 😀"}
 
 
 def test_a_busy_server_is_waited_for(

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from sharpdraft.train import pipeline
 from sharpdraft.train.dflash import Recipe
+from sharpdraft.workloads import registry
+from sharpdraft.workloads.tasks import Task
+from sharpdraft.workloads.workload import Workload
 from support.checkpoints import Checkpoints
 from support.command import Run, check_one_line, prompt_ids
 from support.tiny import POSITIONS, continuation
@@ -156,6 +160,49 @@ def test_record(
         start, answer, end = turns[0]
         assert (start, tokens[:answer]) == (0, prompt_ids(saved, task.turns[0]))
         assert tokens[answer:end] == continuation(saved.model, tokens[:answer], end - answer)
+
+
+def test_record_of_workloads(
+    run: Run, saved: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lead of a session stands before its first turn; at a temperature text is drawn."""
+    monkeypatch.setattr(pipeline, "_writing_dtype", lambda device: None)
+    read = "w20 w21 w22\n"
+    several = [Task(n, (f"{read}w9", "w30", "w31"), lead=len(read)) for n in ("one", "two")]
+
+    def workload(name: str, sessions: list[Task], temperature: float = 0.0) -> Workload:
+        return Workload(name, "", "", "", lambda reader: sessions[: reader.sessions], temperature)
+
+    ours = {
+        "calm": workload("calm", several),
+        "hot": workload("hot", several, 1.5),
+        "single": workload("single", [Task("one", ("w9",))]),
+    }
+    monkeypatch.setattr(registry, "WORKLOADS", ours)
+    texts = {}
+    for name in ("hot", "calm"):
+        file = tmp_path / f"{name}.safetensors"
+        options = ("--target", saved.target, "--out", file, "--length", 120, "--workload", name)
+        assert run("record", *options).code == 0
+        with safe_open(str(file), "pt") as opened:
+            assert opened.metadata() == {"target": str(saved.target), "workload": name}
+            texts[name] = opened.get_tensor("one.tokens").tolist()
+            spans = opened.get_tensor("two.turns").tolist()
+        prompt = prompt_ids(saved, f"{read}w9")
+        assert texts[name][: len(prompt)] == prompt
+        # Read before the first turn: user, and the lead of three words.
+        assert spans[0][:2] == [5, len(prompt)] and spans[1][0] == spans[0][2]
+    _, answer, end = spans[0]
+    written = continuation(saved.model, prompt, end - answer)
+    assert texts["calm"][answer:end] == written[: len(texts["calm"][answer:end])]
+    assert texts["hot"] != texts["calm"]
+    options = ("--target", saved.target, "--out", file, "--length", 120, "--temperature", 0)
+    assert run("record", *options, "--workload", "hot").code == 0
+    assert load_file(file)["one.tokens"].tolist() == texts["calm"]
+    file = tmp_path / "single.safetensors"
+    options = ("--target", saved.target, "--out", file)
+    check_one_line(run("record", *options, "--workload", "single"), "nothing is recorded")
+    check_one_line(run("record", *options, "--workload", "cold"), "known are calm, hot, single")
 
 
 def test_record_of_a_large_vocabulary(

@@ -15,6 +15,7 @@ from sharpdraft.decode.expected import expected
 from sharpdraft.decode.replay import replay
 from sharpdraft.decode.sampling import Sampling
 from sharpdraft.decode.session import Session
+from sharpdraft.drafters.lookup import Lookup
 from support.drafters import make_drafter
 from support.families import drafter_of
 from support.sessions import settings_of
@@ -32,6 +33,8 @@ SAMPLINGS: dict[str, Callable[[int], Sampling]] = {
 
 
 def drafter(family: str, tiny: Tiny) -> Any:
+    if family == "lookup":
+        return Lookup(tiny.target)
     return make_drafter(tiny.target) if family == "dflash" else drafter_of(family, tiny)
 
 
@@ -54,7 +57,7 @@ def surprise(tiny: Tiny, family: str, sampling: Callable[[int], Sampling], texts
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "lookup"])
 def test_expected_rounds_are_those_of_live_runs(llama: Tiny, family: str, sampling: str) -> None:
     assert surprise(llama, family, SAMPLINGS[sampling], 24) < 4
 
@@ -75,7 +78,7 @@ def test_a_wrong_q_is_noticed(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> N
     assert surprise(llama, "eagle3", SAMPLINGS["warm"], 48) > 5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "lookup"])
 def test_of_a_likeliest_text_nothing_is_left_to_chance(llama: Tiny, family: str) -> None:
     """Greedily, rounds are expected to be what a replay says they are."""
     session = Session(llama.target, drafter(family, llama), settings_of(drafts=DRAFTS))

@@ -29,6 +29,7 @@ from sharpdraft.decode.session import Session
 from sharpdraft.drafters.eagle3 import Eagle3
 from sharpdraft.drafters.pard import Pard
 from sharpdraft.errors import SharpDraftError
+from support.distribution import pairs, surprise
 from support.drafters import make_drafter
 from support.families import eagle_config, eagle_tensors, make_pard
 from support.sessions import settings_of
@@ -43,22 +44,6 @@ DRAFTERS: dict[str, Callable[[Any], Any]] = {
     ),
     "pard": lambda target: Pard(type(target).of(make_pard()), VOCAB - 1, target),
 }
-
-
-def surprise(counts: Counter[Any], expected: dict[Any, float]) -> float:
-    """How many deviations a chi-square statistic lies above what the distribution itself gives.
-    Outcomes expected less than ten times are taken together; one that cannot be is infinitely
-    surprising."""
-    total = sum(counts.values())
-    if any(expected.get(outcome, 0) == 0 for outcome in counts):
-        return math.inf
-    rare = {outcome for outcome, p in expected.items() if p * total < 10}
-    cells = [(counts[o], p * total) for o, p in expected.items() if o not in rare]
-    if rest := sum(expected[o] for o in rare):
-        cells.append((sum(counts[o] for o in rare), rest * total))
-    statistic = sum((seen - due) ** 2 / due for seen, due in cells)
-    degrees = len(cells) - 1
-    return (statistic - degrees) / math.sqrt(2 * degrees)
 
 
 def written_pairs(
@@ -135,14 +120,6 @@ def test_draws_are_in_proportion() -> None:
     assert surprise(counts, {1: 2 / 8, 3: 5 / 8, 4: 1 / 8}) < 5
 
 
-def reference(model: Any, tokens: list[int], filters: LogitsProcessorList) -> Tensor:
-    """The target's distribution behind `tokens`, from transformers alone."""
-    ids = torch.tensor([tokens])
-    with torch.no_grad():
-        scores = filters(ids, model(ids).logits[:, -1].float())
-    return scores[0].softmax(-1)
-
-
 @pytest.mark.parametrize(
     ("family", "drafts"),
     [*((family, "sampled") for family in DRAFTERS), ("dflash", "likeliest"), ("pard", "likeliest")],
@@ -157,12 +134,7 @@ def test_sessions_write_the_targets_distribution(family: str, drafts: Any, llama
         ]
     )
     prompt = llama.text[:PROMPT]
-    expected: dict[tuple[int, ...], float] = {}
-    first = reference(llama.model, prompt, filters)
-    for one in first.nonzero()[:, 0].tolist():
-        second = reference(llama.model, [*prompt, one], filters)
-        for two in second.nonzero()[:, 0].tolist():
-            expected[one, two] = float(first[one] * second[two])
+    expected = pairs(llama.model, prompt, filters)
     assert len(expected) > 8
     session = Session(llama.target, DRAFTERS[family](llama.target), settings_of(drafts=3))
     session.read(prompt)

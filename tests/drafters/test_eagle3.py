@@ -164,7 +164,7 @@ EAGLE_ERRORS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any]
     ),
     "embedding read": (
         lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
-        "outputs of layers",
+        "reads the target's embeddings",
     ),
     "two layers": (lambda c, t: c.update(num_hidden_layers=2), "has 2 layers"),
     "lacking": (

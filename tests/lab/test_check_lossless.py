@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from sharpdraft.workloads import registry
+from sharpdraft.workloads.tasks import Task
+from sharpdraft.workloads.workload import Workload
 from support.checkpoints import Checkpoints
 from support.command import Run
 
@@ -53,3 +56,20 @@ def test_a_run_of_ones_own_prompts(
     row["tokens"][-1] = (row["tokens"][-1] + 1) % 60
     rows.write_text("\n".join([header, json.dumps(row), *rest]) + "\n")
     assert "chat, turn 0, token 11: logits" in check(capsys, rows, "--prompts", prompts)[0]
+
+
+def test_a_run_of_workloads(
+    run: Run,
+    saved: Checkpoints,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = Workload(
+        "own", "", "", "", lambda reader: [Task("one", ("w20 w21\nw17", "w9"), 8, lead=8)]
+    )
+    monkeypatch.setattr(registry, "WORKLOADS", {"own": own})
+    line = ("bench", "--target", saved.target, "--drafter", saved.drafter, "--workload", "own")
+    assert run(*line, "--arms", "ar,frozen").code == 0
+    said, code = check(capsys, tmp_path / "sharpdraft-bench" / "rows.jsonl")
+    assert code == 0 and "Differences from transformers: 0" in said

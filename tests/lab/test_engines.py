@@ -160,6 +160,15 @@ def test_arms_take_turns_and_rows_become_the_labs_table() -> None:
     assert log == [*names, "frozen", "sharpdraft", "ar", "sharpdraft", "ar", "frozen", *names]
     assert [list(row["arms"]) for row in rows] == [["ar", "frozen", "sharpdraft"]] * 4
     assert all(row["differences"] == {} and row["context"] == 11 for row in rows)
+    # All text is one token over and over: nothing in it is new.
+    assert {row["arms"]["frozen"]["new"] for row in rows} == {"0" * 6}
+    assert rows[0]["repetition"] == {
+        "positions": 10,
+        "seen": 10,
+        "accepted": 2 * (5 + 4 + 3 + 2 + 1),
+        "rounds": 2,
+        "walked": 2 * 4,
+    }
     cells = {cell.arm: cell for cell in summarise(json.loads(json.dumps(rows)))}
     assert cells["frozen"].mal and cells["frozen"].mal.value == 2.0
     assert cells["sharpdraft"].mal and cells["sharpdraft"].mal.value == 3.0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 
+from sharpdraft.decode.sampling import Sampling
 from sharpdraft.decode.session import Session
-from sharpdraft.lab.measure import run_live
+from sharpdraft.lab.measure import measure_turn, run_live
+from sharpdraft.lab.novelty import Repetition
 from sharpdraft.lab.plan import measured
 from sharpdraft.workloads.tasks import Task
 from support.drafters import make_drafter
@@ -167,3 +170,95 @@ def test_arm_that_differs_is_shown_with_its_gap(
     gap = float(logits[answer[13]] - logits[(answer[13] + 1) % VOCAB])
     assert row["differences"] == {"sharpdraft": {"at": 13, "gap": pytest.approx(gap, rel=1e-3)}}
     assert session.tokens == PROMPTS[0] + answer
+
+
+def by_hand(text: list[int], contexts: list[int]) -> str:
+    grams = [text[i - 3 : i + 1] for i in range(3, len(text))]
+    return "".join("0" if grams[at - 3] in grams[: at - 3] else "1" for at in contexts)
+
+
+def test_sessions_of_one_turn_begin_with_another_arm_each(llama: Tiny) -> None:
+    session = Session(llama.target, make_drafter(llama.target))
+    rows: list[dict[str, Any]] = []
+    firsts = []
+    for name in ("a", "b", "c"):
+        said: list[str] = []
+        session.rewind(0)
+        run_live(
+            *(session, Task(name, ("",), 4), iter([[5, 9]]), plan_of("ar", "frozen"), (), rows),
+            *(rows.append, said.append),
+            end_of_turn=None,
+        )
+        firsts.append(said[0].split()[0])
+    assert firsts == ["ar", "frozen", "ar"]
+
+
+def test_rows_say_what_is_new_in_the_whole_text(
+    whole: tuple[Session, list[dict[str, Any]]],
+) -> None:
+    session, rows = whole
+    marked = ""
+    for row in rows:
+        end = row["context"] + len(row["tokens"])
+        text = session.tokens[:end]
+        for arm in (*row["arms"].values(), *row["replayed"].values()):
+            assert arm["new"] == by_hand(text, [context for context, _, _ in arm["rounds"]])
+            marked += arm["new"]
+        assert row["repetition"] == asdict(Repetition.of(text, row["context"]))
+        assert row["repetition"]["positions"] == len(row["tokens"]) - 1
+    assert {"0", "1"} == set(marked)
+
+
+def test_sampled_arms_are_marked_by_their_own_answers(llama: Tiny) -> None:
+    plan = plan_of("ar", "frozen", sampling=Sampling(2.0, seed=1))
+    answers: list[list[int]] = []
+
+    class Watched(Session):
+        def generate(self, *args: Any, **options: Any) -> Any:
+            yield from super().generate(*args, **options)
+            answers.append(list(self.tokens))
+
+    session = Watched(llama.target, make_drafter(llama.target))
+    session.extend([9, 9, 9, 9, 9])
+    row = measure_turn(session, [5, 9, 40], 24, plan, (), 0)
+    ar, frozen = answers
+    assert ar != frozen
+    contexts = [context for context, _, _ in row["arms"]["frozen"]["rounds"]]
+    assert row["arms"]["frozen"]["new"] == by_hand(frozen, contexts)
+    assert row["arms"]["ar"]["new"] == ""
+
+
+def test_a_lead_is_read_before_a_turn_is_timed(llama: Tiny) -> None:
+    asked: list[int] = []
+
+    class Watched(Session):
+        def generate(self, prompt: Any, *args: Any, **options: Any) -> Any:
+            asked.append(len(prompt))
+            yield from super().generate(prompt, *args, **options)
+
+    page = llama.text[:30]
+    task = Task("t", ("", ""), answer_tokens=8)
+    prompts = [[*page, 5, 9], [33, 2]]
+
+    def rows_of(session: Session, lead: int, done: list[Any]) -> list[dict[str, Any]]:
+        rows = list(done)
+        run_live(
+            *(session, task, iter(prompts), LIVE, (), rows, rows.append),
+            end_of_turn=None,
+            lead=lead,
+        )
+        return rows
+
+    plain = rows_of(Session(llama.target, make_drafter(llama.target)), 0, [])
+    session = Watched(llama.target, make_drafter(llama.target))
+    # What it has read of the page, and of anything else, is no matter.
+    session.extend([*page[:12], 61, 7, 7])
+    led = rows_of(session, 30, [])
+    assert without_times(led) == without_times(plain)
+    assert asked == [2] * 8 and led[0]["context"] == 32
+    for done in (led[:1], led[:2]):
+        again = rows_of(session, 30, done)
+        assert without_times(again) == without_times(plain)
+    # A page that does not fit is skipped, with the turns behind it.
+    small = Session(llama.target, make_drafter(llama.target), capacity=30)
+    assert all("skipped" in row for row in rows_of(small, 30, []))

@@ -147,6 +147,43 @@ def test_table() -> None:
     assert "MAL" not in text_of(only_ar) and "tokens/s" in text_of(only_ar)
 
 
+def test_a_table_of_several_workloads_and_of_new_rounds() -> None:
+    plain = text_of(summarise(rows_of(4)))
+    assert "workload" not in plain and "MAL, new" not in plain
+    rows = rows_of(4)
+    for number, row in enumerate(rows):
+        row["workload"] = ("code", "far")[number // 4]
+        for arm in (*row["arms"].values(), *row["replayed"].values()):
+            arm["new"] = "1" * len(arm["rounds"])
+    lines = text_of(summarise(rows)).splitlines()
+    assert lines[0].split()[:2] == ["workload", "context"] and "MAL, new" in lines[0]
+    assert [sum(line.split()[:1] == [name] for line in lines) for name in ("code", "far")] == [1, 1]
+    assert sum("0-512" in line for line in lines) == 2
+    one = [row for row in rows if row["workload"] == "far"]
+    text = text_of(summarise(one))
+    assert "workload" not in text and "MAL, new" in text
+
+
+def test_figure_has_a_row_of_panels_for_each_workload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    rows, seen = rows_of(4), []
+    for number, row in enumerate(rows):
+        row["workload"] = ("code", "far")[number // 4]
+
+    def look(drawn: Any, *args: Any, **options: Any) -> None:
+        seen.extend(axis.get_title() for axis in drawn.axes)
+
+    monkeypatch.setattr(figures.Figure, "savefig", look)
+    figure(summarise(rows), tmp_path / "f.png", "two")
+    assert seen == [
+        f"{workload}: {what}"
+        for workload in ("code", "far")
+        for what in ("tokens per second", "mean accepted length", "top-32 attention mass")
+    ]
+
+
 def test_figure_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for number, count in enumerate((1, 4)):

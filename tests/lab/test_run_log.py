@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,7 +40,7 @@ def test_run_log_goes_on(tmp_path: Path) -> None:
         assert log.rows == rows[: 3 if cut == len(whole) - 1 else 2]
         log.add({"session": "b"})
         assert RunLog(path, plan).rows == log.rows
-    assert [p.name for p in path.parent.iterdir()] == ["rows.jsonl"]
+    assert {p.name for p in path.parent.iterdir()} == {"rows.jsonl", "rows.lock"}
 
 
 def test_run_log_trusts_nothing_behind_a_broken_row(tmp_path: Path) -> None:
@@ -101,6 +103,23 @@ def test_skipped_turns_are_tried_again(tmp_path: Path) -> None:
     kept = RunLog(path, plan).rows
     assert kept == measured(log.rows)
     assert len(path.read_text().splitlines()) == 3
+
+
+def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
+    """Their rows would be mixed, each measured twice."""
+    path = tmp_path / "rows.jsonl"
+    log = RunLog(path, plan_of("ar"))
+    line = (
+        "import sys\nfrom pathlib import Path\nfrom sharpdraft.lab.arms import AR\n"
+        "from sharpdraft.lab.plan import Plan, RunLog\n"
+        f"RunLog(Path({str(path)!r}), Plan('t', 'd', (AR,)))"
+    )
+    second = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True)
+    assert "another run writes to" in second.stderr
+    log.add({"session": "a"})
+    del log
+    third = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True)
+    assert "another run writes to" not in third.stderr
 
 
 def test_full_disk_is_told(tmp_path: Path) -> None:

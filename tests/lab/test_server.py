@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import warnings
-from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from itertools import pairwise
 from typing import Any
@@ -21,32 +18,15 @@ from sharpdraft.lab.backends.server import Server
 from support.server import (
     Busy,
     Chat,
-    Habit,
+    Connect,
     Handler,
     Loading,
     Locked,
-    Odd,
     Plain,
     Refusing,
     Serving,
     fresh,
 )
-
-Connect = Callable[..., Server]
-
-
-@pytest.fixture
-def connect() -> Iterator[Connect]:
-    """Servers whose connections are ended with the test."""
-    opened: list[Server] = []
-
-    def open_one(*args: Any, **about: Any) -> Server:
-        opened.append(Server(*args, **about))
-        return opened[-1]
-
-    yield open_one
-    for each in opened:
-        each.close()
 
 
 def test_a_server_answers_at_once_and_tells_its_drafts(
@@ -69,189 +49,6 @@ def test_a_server_behind_a_path(serving: Serving, connect: Connect) -> None:
     url = serving(fresh(Handler, prefix="/a/b"))
     answer = connect(f"{url}/a/b/v1").answer([[1]], 2)
     assert answer["tokens"] == ["2 3 "] and answer["counts"] == [1, 5, 1]
-
-
-# The model
-
-
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://127.0.0.1:port/v1", "127.0.0.1:9"])
-def test_a_server_that_is_not_there(url: str) -> None:
-    with pytest.raises(SharpDraftError, match=r"no OpenAI-compatible server answers at .*127"):
-        Server(url)
-
-
-def test_a_name_and_password_in_an_address_are_not_shown() -> None:
-    with pytest.raises(SharpDraftError, match="http://127") as caught:
-        Server("http://me:hidden@127.0.0.1:9/v1")
-    assert "hidden" not in str(caught.value)
-
-
-def test_a_server_of_another_model(server: tuple[str, type[Handler]]) -> None:
-    with pytest.raises(SharpDraftError, match="serves tiny, not other"):
-        Server(server[0], "other")
-
-
-@pytest.mark.parametrize("models", [None, "{}", '{"data": []}', "[]", "<html></html>", "3"])
-def test_a_server_that_lists_no_model(
-    serving: Serving, connect: Connect, models: str | None
-) -> None:
-    handler = fresh(Handler, models=models)
-    url = serving(handler)
-    with pytest.raises(
-        SharpDraftError, match=r"/v1/models: .*name what it serves with --served-mo"
-    ):
-        Server(url)
-    assert connect(url, "mine").answer([[1]], 2)["tokens"] == ["2 3 "]
-    assert handler.asked[0]["model"] == "mine"
-
-
-def test_a_server_of_several_models(serving: Serving, connect: Connect) -> None:
-    handler = fresh(Handler, models='[{"id": "a"}, {"id": "b"}]')
-    url = serving(handler)
-    with pytest.warns(SharpDraftNote, match="serves a, b: the first is asked"):
-        first = connect(url)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        second = connect(url, "b")
-    first.answer([[1]], 2)
-    second.answer([[1]], 2)
-    assert [body["model"] for body in handler.asked] == ["a", "b"]
-
-
-# Streams
-
-
-def data(said: object) -> bytes:
-    return b"data: " + (said if isinstance(said, bytes) else json.dumps(said).encode()) + b"\n\n"
-
-
-def text(said: str | None, **rest: Any) -> bytes:
-    return data({"choices": [{"index": 0, "text": said, "finish_reason": None, **rest}]})
-
-
-USAGE = data({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 5}})
-DONE = data(b"[DONE]")
-BODY = text("a ") + text("b ") + text("c")
-GOOD = BODY + USAGE + DONE
-END = text(None, finish_reason="stop")
-
-
-def running(written: str, *, last: bytes) -> bytes:
-    """Every event says how many tokens came so far."""
-    events = (
-        {"choices": [{"text": each}], "usage": {"completion_tokens": number}}
-        for number, each in enumerate(written, 1)
-    )
-    return b"".join(map(data, events)) + last
-
-
-ANSWERS: dict[str, tuple[bytes, str, int, str]] = {
-    "as it should be": (GOOD, "a b c", 5, "usage"),
-    "lines end with CR LF": (GOOD.replace(b"\n", b"\r\n"), "a b c", 5, "usage"),
-    "comments": (b": keep-alive\n\n:\n\n" + GOOD, "a b c", 5, "usage"),
-    "a comment behind an id": (b"id: 1\n:\n\n:\n\n" + GOOD, "a b c", 5, "usage"),
-    "comments between": (text("a ") + b": hm\n\n" + text("c") + USAGE + DONE, "a c", 5, "usage"),
-    "named events": (b"event: completion\nid: 1\n" + GOOD, "a b c", 5, "usage"),
-    "a retry line": (b"retry: 3000\n\n" + GOOD, "a b c", 5, "usage"),
-    "no space": (GOOD.replace(b"data: ", b"data:"), "a b c", 5, "usage"),
-    "usage so far": (running("abc", last=DONE), "abc", 3, "usage"),
-    "usage null": (BODY + data({"choices": [], "usage": None}) + DONE, "a b c", 3, "tokenizer"),
-    "usage 0": (BODY + data({"usage": {"completion_tokens": 0}}) + DONE, "a b c", 3, "tokenizer"),
-    "no usage": (BODY + DONE, "a b c", 3, "tokenizer"),
-    "no [DONE], usage": (BODY + USAGE, "a b c", 5, "usage"),
-    "no [DONE], a reason": (BODY + END, "a b c", 3, "tokenizer"),
-    "text null": (BODY + END + USAGE + DONE, "a b c", 5, "usage"),
-    "empty text first": (text("") + GOOD, "a b c", 5, "usage"),
-    "no text at all": (text("") + USAGE + DONE, "", 5, "usage"),
-    "error null": (data({"error": None, "choices": [{"text": "a"}]}) + DONE, "a", 1, "tokenizer"),
-    "more behind [DONE]": (GOOD + text("d"), "a b c", 5, "usage"),
-    "no blank line at the end": (BODY + END + b"data: [DONE]", "a b c", 3, "tokenizer"),
-    "more than ASCII": (
-        data(b'{"choices": [{"text": "\xce\xb2"}]}') + DONE,
-        "β",
-        1,
-        "tokenizer",
-    ),
-}
-
-
-@pytest.mark.filterwarnings("ignore::sharpdraft.errors.SharpDraftNote")
-@pytest.mark.parametrize("habit", ANSWERS)
-def test_streams_that_are_answers(serving: Serving, connect: Connect, habit: str) -> None:
-    body, written, decoded, counted = ANSWERS[habit]
-    url = serving(fresh(Habit, body=body))
-    answer = connect(url, count=lambda text: len(text.split())).answer([[1, 2, 3]], 8)
-    assert answer["tokens"] == [written]
-    assert (answer["decoded"], answer["counted"]) == (decoded, counted)
-    assert answer["counts"] is None, "a server without metrics counts no drafts"
-    assert 0 < answer["first"] <= answer["seconds"]
-
-
-def test_bytes_one_by_one(serving: Serving, connect: Connect) -> None:
-    answer = connect(serving(Odd)).answer([[1, 2]], 9)
-    assert answer["tokens"] == ["caf\u00e9 \u03b2"] and answer["decoded"] == 9
-
-
-FAILURES: dict[str, tuple[dict[str, Any], str]] = {
-    "cut off": ({"body": text("a") + text("b")}, "cut off after 2 pieces of text"),
-    "cut off, usage so far": ({"body": running("ab", last=b"")}, "cut off after 2 pieces"),
-    "nothing": ({"body": b": hm\n\n"}, "cut off after 0 pieces"),
-    "[DONE] alone": ({"body": DONE}, "ended without an answer"),
-    "error": (
-        {"body": text("a") + data({"error": {"message": "out of\nmemory"}}) + DONE},
-        "it sent an error: out of memory$",
-    ),
-    "error as text": ({"body": data({"error": "no room"})}, "it sent an error: no room$"),
-    "error without a message": ({"body": data({"error": {"code": 7}})}, r'error: {"code": 7}$'),
-    "an object that is an error": (
-        {"body": text("a") + data({"object": "error", "message": "engine died", "code": 500})},
-        "it sent an error: engine died$",
-    ),
-    "an error event": ({"body": b"event: error\ndata: engine died\n\n"}, "error: engine died$"),
-    "an error event in JSON": (
-        {"body": b'event: error\ndata: {"error": {"message": "died"}}\n\n'},
-        "it sent an error: died$",
-    ),
-    "broken off": ({"body": text("a", finish_reason="abort") + DONE}, "finish_reason abort"),
-    "no JSON": ({"body": text("a") + data(b"oh no") + DONE}, "what is no completion: oh no$"),
-    "a list": ({"body": data([1]) + DONE}, r"what is no completion: \[1\]$"),
-    "text that is none": ({"body": text(["a"]) + DONE}, "what is no completion"),  # type: ignore[arg-type]
-    "broken inside of a chunk": ({"body": text("a"), "rest": "break"}, "peer closed connection"),
-    "silence": ({"body": text("a"), "rest": "silent"}, r"it said nothing for 0\.3 s$"),
-    "one body": (
-        {"body": b'{"choices": [{"text": "abc"}]}', "kind": "application/json"},
-        r'stream \(text/event-stream\) was asked for, and application/json came: {"choices',
-    ),
-    "a page": ({"body": b"<html>\nhi", "kind": "text/html"}, "text/html came: <html> hi$"),
-}
-
-
-@pytest.mark.parametrize("habit", FAILURES)
-def test_streams_that_are_no_answers(
-    serving: Serving, connect: Connect, monkeypatch: pytest.MonkeyPatch, habit: str
-) -> None:
-    """One line, which names the server, the prompt and what was said; the next prompt is asked."""
-    about, message = FAILURES[habit]
-    monkeypatch.setattr(module, "_TIMEOUT", 0.3)
-    handler = fresh(Habit, **about)
-    url = serving(handler)
-    server = connect(url)
-    with pytest.raises(SharpDraftError, match=message) as caught:
-        server.answer([[1, 2, 3]], 9)
-    assert str(caught.value).startswith(f"{url} did not answer a prompt of 3 tokens: ")
-    assert "\n" not in str(caught.value)
-    handler.body, handler.rest, handler.kind = GOOD, "end", "text/event-stream"
-    assert server.answer([[1, 2, 3]], 9)["tokens"] == ["a b c"]
-
-
-@pytest.mark.parametrize("rest", ["break", "silent"])
-def test_how_a_connection_ends_behind_an_answer_is_no_matter(
-    serving: Serving, connect: Connect, monkeypatch: pytest.MonkeyPatch, rest: str
-) -> None:
-    monkeypatch.setattr(module, "_TIMEOUT", 0.3)
-    url = serving(fresh(Habit, body=BODY + END + USAGE, rest=rest))
-    answer = connect(url).answer([[1]], 9)
-    assert answer["tokens"] == ["a b c"] and answer["decoded"] == 5
 
 
 @pytest.mark.parametrize(
@@ -279,29 +76,62 @@ def test_one_of_several_prompts_that_is_refused(
     assert asked.answer([[1], [2]], 2)["tokens"] == ["2 3 ", "3 4 "]
 
 
-def test_who_counted_is_noted_once(serving: Serving, connect: Connect) -> None:
-    server = connect(serving(fresh(Habit, body=BODY + DONE)))
-    with pytest.warns(SharpDraftNote, match="does not count its tokens.*events that brought text"):
-        answer = server.answer([[1], [2]], 9)
-    assert answer["decoded"] == 6 and answer["counted"] == "events"
+# The model
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:9",
+        "http://127.0.0.1:port/v1",
+        "http://127.0.0.1:99999",
+        "127.0.0.1:9",
+    ],
+)
+def test_a_server_that_is_not_there(url: str) -> None:
+    with pytest.raises(SharpDraftError, match=r"no OpenAI-compatible server answers at .*127"):
+        Server(url)
+
+
+def test_a_name_and_password_in_an_address_are_not_shown() -> None:
+    with pytest.raises(SharpDraftError, match="http://127") as caught:
+        Server("http://me:hidden@127.0.0.1:9/v1")
+    assert "hidden" not in str(caught.value)
+
+
+def test_a_server_of_another_model(server: tuple[str, type[Handler]]) -> None:
+    with pytest.raises(SharpDraftError, match="serves tiny, not other"):
+        Server(server[0], "other")
+
+
+NO_MODELS = ("{}", '{"data": []}', "[]", "<html></html>", "3", '[{"id": null}]', "[" * 20_000)
+
+
+@pytest.mark.parametrize("models", [None, *NO_MODELS])
+def test_a_server_that_lists_no_model(
+    serving: Serving, connect: Connect, models: str | None
+) -> None:
+    handler = fresh(Handler, models=models)
+    url = serving(handler)
+    with pytest.raises(
+        SharpDraftError, match=r"/v1/models: .*name what it serves with --served-mo"
+    ):
+        Server(url)
+    assert connect(url, "mine").answer([[1]], 2)["tokens"] == ["2 3 "]
+    assert handler.asked[0]["model"] == "mine"
+
+
+def test_a_server_of_several_models(serving: Serving, connect: Connect) -> None:
+    handler = fresh(Handler, models='[{"id": "a"}, {"id": "b"}]')
+    url = serving(handler)
+    with pytest.warns(SharpDraftNote, match="serves a, b: the first is asked"):
+        first = connect(url)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        server.answer([[1]], 9)
-
-
-def test_ctrl_c_ends_a_stream_at_once(serving: Serving, connect: Connect) -> None:
-    class Interrupting(Habit):
-        def complete(self, body: dict[str, Any]) -> None:
-            if body["max_tokens"] == 9:
-                os.kill(os.getpid(), signal.SIGINT)
-            super().complete(body)
-
-    handler = fresh(Interrupting, body=BODY, rest="silent")
-    server = connect(serving(handler))
-    with pytest.raises(KeyboardInterrupt):
-        server.answer([[1]], 9)
-    handler.body = GOOD
-    assert server.answer([[1]], 8)["tokens"] == ["a b c"]
+        second = connect(url, "b")
+    first.answer([[1]], 2)
+    second.answer([[1]], 2)
+    assert [body["model"] for body in handler.asked] == ["a", "b"]
 
 
 # Waiting
@@ -447,6 +277,8 @@ LLAMA_CPP = "# TYPE llamacpp:tokens_predicted_total counter\nllamacpp:tokens_pre
         (LLAMA_CPP, None),
         ("python_gc_objects_collected_total 5.0\n", None),
         ("<html>no metrics</html>\n", None),
+        ("vllm:spec_decode_num_drafts_total NaN\n", None),
+        ("vllm:spec_decode_num_drafts_total +Inf\n", None),
     ],
 )
 def test_counts_in_metrics(
@@ -454,3 +286,18 @@ def test_counts_in_metrics(
 ) -> None:
     handler = type("Metrics", (Handler,), {"metrics": lambda self: metrics})
     assert connect(serving(handler)).counts() == counts
+
+
+def test_counters_that_go_back_are_no_figures(serving: Serving, connect: Connect) -> None:
+    class Anew(Handler):
+        def complete(self, body: dict[str, Any]) -> None:
+            if body["max_tokens"] == 3:
+                type(self).drafts = 0
+            super().complete(body)
+
+    url = serving(fresh(Anew, drafts=7, accepted=3))
+    server = connect(url)
+    with pytest.raises(SharpDraftError, match="counts fewer drafts than before") as caught:
+        server.answer([[1]], 3)
+    assert str(caught.value).startswith(f"{url}/metrics ")
+    assert server.answer([[1]], 4)["counts"] == [2, 10, 2]

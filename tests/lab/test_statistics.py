@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharpdraft.lab.arms import arms_of
-from sharpdraft.lab.statistics import Cell, Estimate, Undrafted, summarise, undrafted
+from sharpdraft.lab.novelty import Repetition
+from sharpdraft.lab.statistics import (
+    Cell,
+    Estimate,
+    Undrafted,
+    repetition,
+    summarise,
+    undrafted,
+)
 from sharpdraft.method.policies import FixedSlope
 from sharpdraft.method.settings import DraftSettings
 
@@ -207,3 +216,62 @@ def test_rounds_without_drafts_elsewhere(
     assert [(each.arm, each.rounds, each.context) for each in found] == (
         [("frozen", expected, 70)] if expected else []
     )
+
+
+def marked(rows: list[dict[str, Any]], seed: int = 3) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(seed)
+    for row in rows:
+        for arm in (*row["arms"].values(), *row["replayed"].values()):
+            arm["new"] = "".join(rng.choice(["0", "1"], len(arm["rounds"])))
+    return rows
+
+
+def test_mal_of_new_rounds_is_that_of_a_plain_loop() -> None:
+    rows = marked(random_rows(12))
+
+    def fresh(part: Sequence[dict[str, Any]]) -> float:
+        arms = [row["arms"]["sharpdraft"] for row in part]
+        kept = [r[2] for a in arms for r, m in zip(a["rounds"], a["new"], strict=True) if m == "1"]
+        return 1 + sum(kept) / len(kept) if kept else float("nan")
+
+    (cell,) = (each for each in summarise(rows) if each.arm == "sharpdraft")
+    value, low, high = resampled(rows, fresh)
+    found = cell.mal_new
+    assert found is not None and found.low is not None and found.high is not None
+    assert found.value == pytest.approx(value) and cell.mal is not None
+    assert found.value != pytest.approx(cell.mal.value)
+    assert abs(found.low - low) + abs(found.high - high) < 0.1 * (high - low)
+
+
+def test_rows_of_older_runs_have_no_new_rounds() -> None:
+    assert all(cell.mal_new is None for cell in summarise(random_rows(4)))
+    rows = marked(random_rows(4))
+    del rows[0]["arms"]["frozen"]["new"]
+    cells = {cell.arm: cell for cell in summarise(rows)}
+    assert cells["frozen"].mal_new is None and cells["sharpdraft"].mal_new is not None
+    assert cells["ar"].mal_new is None
+    assert repetition(rows) == {}
+    for row in rows:
+        for arm in row["arms"].values():
+            arm["new"] = "0" * len(arm["rounds"])
+    assert {cell.mal_new for cell in summarise(rows)} == {None}
+
+
+def test_workloads_are_kept_apart() -> None:
+    rows = random_rows(6)
+    for number, row in enumerate(rows):
+        row["workload"] = "far" if number % 2 else "code"
+        row["repetition"] = asdict(Repetition(10, number, 0, 0, 0))
+    cells = summarise(rows)
+    assert [(c.workload, c.arm) for c in cells] == [
+        (workload, arm) for workload in ("code", "far") for arm in ("ar", "frozen", "sharpdraft")
+    ]
+    for cell in cells:
+        own = [row for row in rows if row["workload"] == cell.workload]
+        assert cell.turns == len(own)
+        assert cell.mal is None or cell.mal.value == pytest.approx(mal(own, cell.arm))
+    found = repetition(rows)
+    odd = range(1, len(rows), 2)
+    assert found["far"] == Repetition(10 * len(odd), sum(odd), 0, 0, 0)
+    del rows[1]["repetition"]
+    assert list(repetition(rows)) == ["code"]

@@ -89,6 +89,13 @@ def test_what_transformers_writes_is_read() -> None:
         ({"use_sliding_window": "yes"}, "use_sliding_window must be true or false, got 'yes'"),
         ({"attention_bias": 1}, "attention_bias must be true or false, got 1"),
         ({"model_type": "gpt2"}, "model_type is gpt2, none of llama, qwen2, qwen3"),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "default"},
+            },
+            "rope_scaling and rope_parameters contradict each other",
+        ),
     ],
 )
 def test_values_that_are_none(changes: dict[str, Any], said: str) -> None:

@@ -7,10 +7,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from sharpdraft.lab.backends.server import Server
 
 Serving = Callable[[type["Handler"]], str]
 """Starts a server and returns its URL."""
+Connect = Callable[..., "Server"]
+"""A `Server` whose connections are ended with the test."""
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -109,6 +109,20 @@ def test_sampled_starts_are_not_marked_as_written(llama: Tiny) -> None:
     assert not torch.equal(plain["tokens"], sampled["tokens"])
 
 
+def test_a_wave_at_a_temperature_is_drawn_token_by_token(llama: Tiny) -> None:
+    cold, plain = wave_of(llama, temperature=1e-6), wave_of(llama)
+    assert torch.equal(cold["tokens"], plain["tokens"])
+    hot, again = wave_of(llama, temperature=1.0), wave_of(llama, temperature=1.0)
+    assert torch.equal(hot["tokens"], again["tokens"])
+    likeliest = drawn = 0
+    for tokens, written in zip(hot["tokens"], hot["written"], strict=True):
+        greedy = choices(llama.target, tokens)
+        for at in written.nonzero()[:, 0].tolist():
+            likeliest += int(tokens[at]) == greedy[at - 1]
+            drawn += 1
+    assert 0.05 < likeliest / drawn < 0.95
+
+
 def test_wave_is_saved_whole(llama: Tiny, tmp_path: Path) -> None:
     wave = wave_of(llama, taps=(0, 1, 3))
     save_wave(wave, tmp_path / "wave-000.safetensors")

@@ -44,6 +44,21 @@ def chat_of(tokenizer: Any, **told: Any) -> Chat:
     return Chat(tokenizer, ChatSettings(**told))
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_a_lead_is_what_stands_before_the_question(style: str, tokenizers: dict[str, Any]) -> None:
+    chat, read = chat_of(tokenizers[style]), "A page, and its end.\n\n"
+    leads = []
+    for question in ("What?", "Who then?"):
+        task = Task("t", (read + question, "and then?"), lead=len(read))
+        prompt, lead = next(chat.prompts(task)), chat.lead(task)
+        before, behind = (tokenizers[style].decode(part) for part in (prompt[:lead], prompt[lead:]))
+        assert read.rstrip() in before and "W" not in before.partition(read.rstrip())[2]
+        assert question in behind and "page" not in behind
+        leads.append(prompt[:lead])
+    assert leads[0] == leads[1]
+    assert chat.lead(Task("t", ("What?",))) == 0
+
+
 def test_prompt_text_is_that_of_the_targets(llama: Tiny) -> None:
     """The fixture's promise that the tests above rest on."""
     assert (
@@ -168,7 +183,8 @@ def test_what_a_template_refuses_is_one_line(
 ) -> None:
     templates = {
         "broken": "{% for m in messages %}",
-        "first": "{% if messages | length > 1 %}{{ raise_exception('one\nturn') }}{% endif %}a",
+        "first": "{% if messages | length > 1 %}{{ raise_exception('one\nturn') }}{% endif %}"
+        "{{ messages[-1].content }}",
         "silent": "{{ messages[-1].content }}</s>",
         "endless": "{% for m in messages %}[INST] {{ m.content }} {% endfor %}",
         "none": None,

@@ -9,10 +9,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
-from sharpdraft.errors import SharpDraftNote
+from sharpdraft.errors import SharpDraftError, SharpDraftNote
+from sharpdraft.hub.smollm2 import SMOLLM2
 from sharpdraft.train.sessions import write_wave
-from sharpdraft.workloads.tasks import Task, Turn, built_in, digest, from_file, turns_of
+from sharpdraft.workloads import tasks
+from sharpdraft.workloads.tasks import (
+    Recording,
+    Task,
+    Turn,
+    built_in,
+    digest,
+    from_file,
+    read_recording,
+    recordings,
+    turns_of,
+)
 from support.tiny import PROMPT, Tiny
 
 
@@ -32,6 +45,39 @@ def test_digests_of_earlier_runs_are_still_theirs(tmp_path: Path) -> None:
 def test_digests_tell_system_messages_apart() -> None:
     tasks = [[Task("a", ("b",), 9, system)] for system in (None, "", "be kind")]
     assert len({digest(each) for each in tasks}) == 3
+
+
+def test_digests_tell_leads_apart() -> None:
+    assert len({digest([Task("a", ("b c",), 9, lead=lead)]) for lead in (0, 1, 2)}) == 3
+
+
+def test_a_recording_of_another_target_or_workload_is_refused(tmp_path: Path) -> None:
+    names = ["zoo", built_in()[1].name, built_in()[0].name]
+    tensors = {}
+    for number, name in enumerate(names):
+        tensors[f"{name}.tokens"] = torch.tensor([number, 60_000], dtype=torch.uint16)
+        tensors[f"{name}.turns"] = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    path = tmp_path / "recorded.safetensors"
+
+    def read(metadata: dict[str, str] | None) -> list[Recording]:
+        save_file(tensors, str(path), metadata)
+        return read_recording(path, "code")
+
+    expected = [
+        Recording(names[number], (number, 60_000), (Turn(0, 1, 2),)) for number in (2, 1, 0)
+    ]
+    assert read(None) == read({"target": SMOLLM2, "workload": "code"}) == expected
+    for metadata, said in (
+        ({"target": "mine/model", "workload": "code"}, "code as mine/model wrote it, not code of"),
+        ({"target": SMOLLM2, "workload": "far"}, f"holds far as {SMOLLM2} wrote it, not code of"),
+    ):
+        with pytest.raises(SharpDraftError, match=f"{said}.*record it anew"):
+            read(metadata)
+
+
+def test_a_workload_that_was_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tasks, "recording", lambda workload: tmp_path / f"{workload}.safetensors")
+    assert recordings("math") == []
 
 
 def test_built_in_sessions() -> None:

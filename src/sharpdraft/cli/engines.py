@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SharpDraftError
 from ..hub.smollm2 import SMOLLM2
-from .loading import RECORDED_AS_IT_IS, Drafters, chat_settings, check_arms, names_of
-from .options import BenchOptions
+from .loading import RECORDED_AS_IT_IS, Drafters, chat_settings, check_arms
+from .options import LOOKUP, BenchOptions
 from .progress import bar, resumable
 from .report import Run, report
 from .servers import Servers
+from .work import Work
 
 if TYPE_CHECKING:
     from ..decode.session import Arm
     from ..lab.backends.groups import Backend, Prompt
+    from ..lab.plan import Plan
     from ..workloads.chat import Chat, ChatSettings
     from ..workloads.tasks import Task
 
@@ -33,10 +35,12 @@ def bench_engines(options: BenchOptions) -> None:
     from ..workloads.tasks import digest, recordings
 
     where = _where(options)
-    tasks = _tasks(options)
+    tasks = [] if options.workload is not None else _tasks(options)
     settings = _settings(options)
     directory, tokenizer, limit, ends = load_tokenizer(options.target)
     chat = Chat(tokenizer, settings)
+    work = None if options.workload is None else _work(options, chat)
+    tasks = tasks if work is None else work.tasks
     chat.check(tasks)
     plan = Plan(
         options.target,
@@ -44,11 +48,15 @@ def bench_engines(options: BenchOptions) -> None:
         f"{options.concurrency} at once",
         where.arms,
         turns_per_bucket=options.turns_per_bucket,
-        tasks=digest(tasks),
+        tasks=digest(tasks) if work is None else work.digest,
         template=settings.to_dict(),
+        workloads=() if work is None else work.workloads,
     )
-    prompts = _prompts(tasks, chat)
-    if not tasks:
+    if work is not None:
+        prompts = _prompts_of(work, plan, chat, limit)
+    elif tasks:
+        prompts = _prompts(tasks, chat)
+    else:
         prompts = recorded_prompts(recordings()[: options.sessions], plan, limit)
     if isinstance(where, Servers):
         where = where.reading(chat, tasks, prompts)
@@ -76,12 +84,13 @@ def bench_engines(options: BenchOptions) -> None:
                 }
                 run_groups(groups, backends, chat.stops(ends), log.rows, on_row, on_progress)
     title = f"{options.target} in {where.name}, {options.concurrency} at once"
+    title = ", ".join((title, *plan.workloads))
     report(Run(log.rows, plan, options.out_dir, title), options.as_json)
 
 
 @dataclass(frozen=True)
 class _Engines:
-    """A vLLM for each arm. drafter: None where no arm has one."""
+    """A vLLM for each arm. drafter: None for arms that look up, and where none drafts."""
 
     name: str
     arms: tuple[Arm, ...]
@@ -116,11 +125,16 @@ def _where(options: BenchOptions) -> Servers | _Engines:
         raise SharpDraftError("--engine-args is no JSON object")
     from ..adapters.vllm.request import VLLM
 
-    names = names_of(options.arms)
+    names = options.timed
     check_arms(names)
     drafters = Drafters.find(options, names)
-    arms = drafters.arms(names, VLLM)
-    return _Engines("vllm", arms, drafters.directories.get(""), arguments)
+    arms, source = drafters.arms(names, VLLM), drafters.sources.get("")
+    if source is not None and source.directory is not None and source.lookup:
+        raise SharpDraftError(
+            f"--drafter {options.drafter}: vLLM has no {LOOKUP} beside a drafter; compare "
+            f"--drafter {LOOKUP} and the drafter by themselves"
+        )
+    return _Engines("vllm", arms, None if source is None else source.directory, arguments)
 
 
 def _tasks(options: BenchOptions) -> list[Task]:
@@ -137,15 +151,34 @@ def _tasks(options: BenchOptions) -> list[Task]:
             )
         return []
     tasks = from_file(options.prompts, options.answer_tokens)
+    _check_single(tasks)
+    return tasks
+
+
+def _check_single(tasks: Sequence[Task]) -> None:
     if long := [task.name for task in tasks if len(task.turns) > 1]:
         raise SharpDraftError(f"an engine is given single prompts: {long[0]} has several turns")
-    return tasks
+
+
+def _work(options: BenchOptions, chat: Chat) -> Work:
+    """The named workloads. Raises SharpDraftError for one that cannot be sent."""
+    work = Work.of(options, chat)
+    if work.temperature:
+        raise SharpDraftError(
+            f"--workload {options.workload}: sampled answers are for the lab's own loop"
+        )
+    if options.chat and (named := [part.workload for part in work.parts if part.recorded]):
+        raise SharpDraftError(
+            f"{', '.join(named)}: recorded sessions are token ids, and --chat sends text"
+        )
+    _check_single(work.tasks)
+    return work
 
 
 def _settings(options: BenchOptions) -> ChatSettings:
     """What the chat template is told. Raises SharpDraftError where nothing is rendered here."""
     settings = chat_settings(options)
-    if options.prompts is None and settings.to_dict():
+    if options.prompts is None and options.workload is None and settings.to_dict():
         raise SharpDraftError(RECORDED_AS_IT_IS)
     if options.chat and (settings.arguments or settings.raw):
         raise SharpDraftError(
@@ -153,6 +186,19 @@ def _settings(options: BenchOptions) -> ChatSettings:
             "and --raw out"
         )
     return settings
+
+
+def _prompts_of(work: Work, plan: Plan, chat: Chat, limit: int) -> list[Prompt]:
+    from ..lab.backends.groups import recorded_prompts
+
+    return [
+        replace(prompt, workload=part.workload)
+        for part in work.parts
+        for prompt in (
+            *recorded_prompts(part.recorded, plan, limit),
+            *_prompts(part.tasks, chat),
+        )
+    ]
 
 
 def _prompts(tasks: Sequence[Task], chat: Chat) -> list[Prompt]:

@@ -27,10 +27,11 @@ def generate(options: GenerateOptions) -> None:
     from ..workloads.tasks import Task
     from .loading import Drafters, Loaded, check_arms, read_chat
 
-    names = [options.arm]
+    name = options.arm_by_default if options.arm is None else options.arm
+    names = [name]
     check_arms(names)
     sampling = _sampling(options)
-    text = sys.stdin.read() if options.prompt is None else options.prompt
+    text = _piped() if options.prompt is None else options.prompt
     if not text.strip():
         raise SharpDraftError("the prompt is empty: give a text")
     drafters = Drafters.find(options, names)
@@ -50,7 +51,7 @@ def generate(options: GenerateOptions) -> None:
             screen.show(session.tokens[len(ids) :], done.accepted > 0)
     written = session.tokens[len(ids) :]
     figures = {
-        "arm": options.arm,
+        "arm": name,
         "template": chat.settings.to_dict(),
         "text": loaded.tokenizer.decode(written, skip_special_tokens=True),
         "token_ids": written,
@@ -64,6 +65,13 @@ def generate(options: GenerateOptions) -> None:
     else:
         out.print()
         err.print(f"[dim]{_summary(figures)}[/]", highlight=False, soft_wrap=True)
+
+
+def _piped() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise SharpDraftError("the prompt is no UTF-8: give it as UTF-8") from error
 
 
 def _sampling(options: GenerateOptions) -> Sampling:
@@ -90,7 +98,7 @@ def _chat(chat: Chat) -> Chat:
 
 
 def _speed(rounds: Sequence[Round], tokens: int) -> dict[str, float | None]:
-    drafted = [each for each in rounds if each.drafted]
+    drafted = [each for each in rounds if each.asked]
     seconds = sum(each.draft_seconds + each.verify_seconds for each in rounds[1:])
     accepted = sum(each.accepted + 1 for each in drafted)
     return {

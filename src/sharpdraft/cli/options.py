@@ -27,9 +27,19 @@ ARM_WORDS = (
     "drafts@N",
 )
 _ARM = f"{', '.join(ARM_WORDS)}; + composes."
-_DRAFTER = "Directory or hub id of a DFlash, EAGLE-3 or PARD checkpoint; or dflash, eagle3, pard"
+LOOKUP = "lookup"
+"""The drafter that has no checkpoint."""
+_DRAFTER = (
+    "Directory or hub id of a DFlash, EAGLE-3 or PARD checkpoint; lookup, which drafts what the "
+    "text has said before; DRAFTER+lookup, whichever promises more; or dflash, eagle3, pard"
+)
 
 _Options = TypeVar("_Options")
+
+
+def names_of(text: str) -> list[str]:
+    """What is named between commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def taking(options: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
@@ -111,13 +121,20 @@ class ModelOptions:
         bool, _option("--raw", "Take single prompts as they are, without the chat template.")
     ] = False
 
+    @property
+    def arm_by_default(self) -> str:
+        """The arm of a drafter as it is best run; lookup has no attention to sharpen."""
+        return "frozen" if self.drafter == LOOKUP else "sharpdraft"
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(ModelOptions):
     prompt: Annotated[
         str | None, typer.Argument(help="The user's message.", show_default="read from stdin")
     ] = None
-    arm: Annotated[str, _option("--arm", f"One of {_ARM}")] = "sharpdraft"
+    arm: Annotated[
+        str | None, _option("--arm", f"One of {_ARM}", "sharpdraft; frozen with lookup")
+    ] = None
     max_new_tokens: Annotated[
         int, _option("--max-new-tokens", "Longest answer, tokens.", least=1)
     ] = 512
@@ -160,9 +177,14 @@ class BenchOptions(ModelOptions):
             "the DFlash one built in",
         ),
     ] = None
-    arms: Annotated[str, _option("--arms", f"Timed, taking turns, from {_ARM}")] = (
-        "ar,frozen,sharpdraft"
-    )
+    arms: Annotated[
+        str | None,
+        _option(
+            "--arms",
+            f"Timed, taking turns, from {_ARM}",
+            "ar,frozen,sharpdraft; ar,frozen with lookup",
+        ),
+    ] = None
     replay: Annotated[
         str,
         _option("--replay", "Arms whose accepted lengths are replayed on the text.", "none"),
@@ -172,6 +194,14 @@ class BenchOptions(ModelOptions):
         _option(
             "--prompts",
             "A prompt a line, JSON lines with prompt or turns, CSV or Parquet.",
+            "the built-in sessions",
+        ),
+    ] = None
+    workload: Annotated[
+        str | None,
+        _option(
+            "--workload",
+            "Kinds of text to measure on, with commas between them; list: which there are.",
             "the built-in sessions",
         ),
     ] = None
@@ -240,6 +270,13 @@ class BenchOptions(ModelOptions):
     ] = Path("sharpdraft-bench")
     as_json: Json = False
 
+    @property
+    def timed(self) -> list[str]:
+        """What --arms names, or the arms that are timed by default."""
+        if self.arms is None:
+            return list(dict.fromkeys(("ar", "frozen", self.arm_by_default)))
+        return names_of(self.arms)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
@@ -283,8 +320,14 @@ class TrainOptions:
 class RecordOptions:
     out_file: Annotated[Path, _option("--out", "The recording, a safetensors file.")]
     target: Target = SMOLLM2
+    workload: Annotated[
+        str, _option("--workload", "Whose sessions; bench --workload list names them.")
+    ] = "greedy"
     sessions: Sessions = None
     length: Annotated[int, _option("--length", "Length of each session, tokens.", least=64)] = 8192
+    temperature: Annotated[
+        float | None, _option("--temperature", "0: greedy.", "the workload's", least=0)
+    ] = None
     system: System = None
     template_arg: TemplateArgs = None
     device: Device = None

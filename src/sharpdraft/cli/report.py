@@ -17,6 +17,7 @@ from ..errors import SharpDraftError, note
 from .console import out
 
 if TYPE_CHECKING:
+    from ..lab.novelty import Repetition
     from ..lab.plan import Plan, Row
     from ..lab.statistics import Cell
 
@@ -42,7 +43,7 @@ def report(run: Run, as_json: bool) -> None:
     skipped something."""
     from ..lab.buckets import label
     from ..lab.plan import measured
-    from ..lab.statistics import summarise, undrafted
+    from ..lab.statistics import repetition, summarise, undrafted
     from ..workloads.chat import describe
 
     rows, skipped = measured(run.rows), [row for row in run.rows if "skipped" in row]
@@ -62,10 +63,15 @@ def report(run: Run, as_json: bool) -> None:
     differences = _differences(rows)
     picture = _picture(cells, run)
     told = run.plan.template
+    repeated = repetition(rows)
     if as_json:
         figures = {
             "template": dict(told),
             "cells": [{"context": label(cell.bucket), **asdict(cell)} for cell in cells],
+            "repetition": [
+                {"workload": workload, **asdict(found)} | found.figures
+                for workload, found in repeated.items()
+            ],
             "differences": differences,
             "undrafted": [asdict(each) for each in without_drafts],
             "skipped": [_flat(row) for row in skipped],
@@ -74,6 +80,8 @@ def report(run: Run, as_json: bool) -> None:
         typer.echo(json.dumps(figures, allow_nan=False))
     else:
         _show(cells, run.title)
+        for workload, found in repeated.items():
+            _say(_repetition(workload, found))
         if told:
             _say(f"chat template: {describe(told)}")
         _say(_closing(run, rows, differences, len(skipped)))
@@ -102,6 +110,18 @@ def _show(cells: Sequence[Cell], title: str) -> None:
 def _say(text: str) -> None:
     """A line of its own, which only a terminal may wrap."""
     out.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _repetition(workload: str, found: Repetition) -> str:
+    """How much the answers repeat, which every accepted length is to be read beside."""
+    whose = f"Text of {workload}" if workload else "Text"
+    if found.share is None or found.mal is None:
+        return f"{whose}: too short to say how much it repeats itself."
+    return (
+        f"{whose}: at {found.share:.0%} of {found.positions:,} positions the last four tokens were "
+        f"seen before. Lookup without a model: MAL {found.mal:.2f}, and "
+        f"{found.mal_everywhere:.2f} with every position as an anchor."
+    )
 
 
 def _kinds(skipped: Sequence[Row]) -> list[str]:

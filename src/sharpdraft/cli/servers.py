@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SharpDraftError
-from .loading import names_of
-from .options import BenchOptions
+from .options import BenchOptions, names_of
 
 if TYPE_CHECKING:
     from ..decode.session import Arm

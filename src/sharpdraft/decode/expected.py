@@ -24,11 +24,13 @@ _ROWS = 64
 
 @dataclass(frozen=True)
 class ExpectedRound:
-    """A round that may begin at an anchor. weight: how likely one does; drafted: its drafts;
-    accepted: how many of them are accepted if it does, in expectation."""
+    """A round that may begin at an anchor. weight: how likely one does; asked: how many tokens the
+    drafter is asked for; drafted: how many it gives; accepted: how many of them are accepted if it
+    does, in expectation."""
 
     context: int
     weight: float
+    asked: int
     drafted: int
     accepted: float
 
@@ -58,7 +60,7 @@ def expected(session: Session, start: int) -> Iterator[ExpectedRound]:
             weights[at + number + 1] += weights[at] * reached * (1 - share)
             reached *= share
             accepted += reached
-        yield ExpectedRound(anchor, weights[at], len(drafted), accepted)
+        yield ExpectedRound(anchor, weights[at], count, len(drafted), accepted)
 
 
 def _target_chances(session: Session, sampler: Sampler, start: int) -> Tensor:

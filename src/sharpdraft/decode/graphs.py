@@ -50,6 +50,9 @@ class StaticRounds:
         caches = [session.cache] if session.drafter is None else [session.cache, session.drafts]
         if any(cache.limit is not None for cache in caches):
             return False
+        # Lookup asks the host for the text, which a graph cannot.
+        if session.drafter is not None and not session.drafter.static:
+            return False
         room = min(cache.capacity for cache in caches)
         return session.sampler.greedy and rows <= min(limit, start) and start + rows <= room
 
@@ -83,7 +86,9 @@ class StaticRounds:
         drafts, verified = passes.drafts, passes.verified
         (accepted,) = accept([session.sampler], [session.tokens], drafts, verified)
         self.at = start + len(accepted), accepted[-1]
-        return clock.times_of(commit(passes.static, [session], verified, [accepted], [stop]))[0]
+        asked = [session.num_drafts]
+        rounds = commit(passes.static, [session], verified, [accepted], asked, [stop])
+        return clock.times_of(rounds)[0]
 
     def _load(self, start: int, anchor: int) -> None:
         self.start.fill_(start)

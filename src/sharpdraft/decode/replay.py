@@ -32,11 +32,12 @@ def replay(session: Session, start: int, probe: MassProbe | None = None) -> Iter
             drafts = draft(RAGGED, [session], anchor, [count], probe)
         clock.mark()
         # The text's own tokens stand for what the target would say.
-        said = ids[start + 1 : start + count + 2]
+        drafted = len(drafts[0].tokens)
+        said = ids[start + 1 : start + drafted + 2]
         verified = Verified(
-            torch.cat((anchor, drafts[0].tokens)), said, said, numbers, (), [count + 1]
+            torch.cat((anchor, drafts[0].tokens)), said, said, numbers, (), [drafted + 1]
         )
         (written,) = accept([sampler], [tokens[: start + 1]], drafts, verified)
-        done = Round(tuple(written), start, count, len(written) - 1, 0.0, 0.0)
+        done = Round(tuple(written), start, drafted, len(written) - 1, 0.0, 0.0, count)
         yield from clock.times_of([done])
         start += len(written)

@@ -15,7 +15,8 @@ class Round:
     """One round: what it wrote, at which context length (Keys before its anchor), and its seconds.
 
     `drafted` counts the tokens that were drafted, `accepted` those of them that were written; the
-    last of `tokens` is the target's own, or the stop token that cut the round short.
+    last of `tokens` is the target's own, or the stop token that cut the round short. `asked`: how
+    many the drafter was asked for, which may have given fewer, or none.
     """
 
     tokens: tuple[int, ...]
@@ -24,6 +25,7 @@ class Round:
     accepted: int
     draft_seconds: float
     verify_seconds: float
+    asked: int = 0
 
 
 class Stopwatch:
@@ -53,6 +55,6 @@ class Stopwatch:
         drafted = second - first if cpu else first.elapsed_time(second) / 1e3
         rest = time.perf_counter() - self.began - drafted
         return [
-            replace(done, draft_seconds=drafted if done.drafted else 0.0, verify_seconds=rest)
+            replace(done, draft_seconds=drafted if done.asked else 0.0, verify_seconds=rest)
             for done in rounds
         ]

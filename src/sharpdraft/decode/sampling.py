@@ -135,8 +135,10 @@ class Sampler:
 
     def pick(self, tokens: Sequence[int], vocab: int) -> Pick:
         """How a drafter chooses behind `tokens`, for a target of `vocab` tokens."""
-        if not self.sampling.temperature or self.sampling.drafts == "likeliest":
+        if not self.sampling.temperature:
             return likeliest
+        if self.sampling.drafts == "likeliest":
+            return _likeliest_to_be_drawn
 
         # Drafts of one block are not yet among the tokens: any q is right, as long as it is drawn
         # from.
@@ -221,6 +223,10 @@ class Sampler:
         for each in self.filters:
             scores = each(ids, scores)
         return scores[0]
+
+
+def _likeliest_to_be_drawn(logits: Tensor, token_of: Tensor | None) -> tuple[Tensor, None]:
+    return likeliest(logits, token_of)
 
 
 def draw(weights: Tensor, generator: torch.Generator) -> int:

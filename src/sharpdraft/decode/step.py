@@ -52,7 +52,7 @@ def step(
     clock.mark()
     verified = verify(RAGGED, sessions, anchors, drafts)
     accepted = accept([s.sampler for s in sessions], [s.tokens for s in sessions], drafts, verified)
-    rounds = commit(RAGGED, sessions, verified, accepted, stops)
+    rounds = commit(RAGGED, sessions, verified, accepted, counts, stops)
     return clock.times_of(rounds)
 
 
@@ -144,16 +144,18 @@ def commit(
     sessions: Sequence[Session],
     verified: Verified,
     accepted: Sequence[Sequence[int]],
+    asked: Sequence[int],
     stops: Sequence[Collection[int]],
 ) -> list[Round]:
     """Write what was accepted, none behind a stop token, and let the drafter take it in; Keys of
-    refused drafts lie behind the caches' ends and are written over."""
+    refused drafts lie behind the caches' ends and are written over. asked: tokens that each drafter
+    was asked for."""
     rounds, first = [], 0
     drafting: list[Session] = []
     read: list[list[int]] = []
     kept: list[Tensor] = []
-    for session, tokens, stop, count in zip(
-        sessions, accepted, stops, verified.counts, strict=True
+    for session, tokens, wanted, stop, count in zip(
+        sessions, accepted, asked, stops, verified.counts, strict=True
     ):
         context, anchor = len(session.tokens) - 1, session.tokens[-1]
         written = session.write(tokens, stop)
@@ -161,7 +163,8 @@ def commit(
             drafting.append(session)
             read.append([anchor, *written[:-1]])
             kept.append(torch.arange(first, first + len(written)))
-        rounds.append(Round(tuple(written), context, count - 1, len(written) - 1, 0.0, 0.0))
+        done = Round(tuple(written), context, count - 1, len(written) - 1, 0.0, 0.0, wanted)
+        rounds.append(done)
         first += count
     if drafting:
         drafter, caches = drafting[0].in_use, [s.drafts for s in drafting]

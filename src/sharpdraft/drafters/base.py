@@ -23,7 +23,7 @@ Pick = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
 def likeliest(logits: Tensor, token_of: Tensor | None) -> tuple[Tensor, None]:
-    """The greedy Pick."""
+    """The greedy Pick; any other is of tokens that are drawn, at the latest when verified."""
     choice = logits.argmax(-1)
     return choice if token_of is None else token_of[choice], None
 
@@ -79,7 +79,8 @@ class Drafter(Protocol[Cache]):
 
     taps: layers of the target whose output hidden states it reads. num_drafts: tokens that it
     drafts by default; max_drafts: at most. views: what the rows of each of its attention layers
-    see, as its checkpoint has it.
+    see, as its checkpoint has it; none for a drafter without attention. static: whether it drafts
+    where the device alone knows how long the text is.
 
     `at` says where rows stand: behind what the caches hold, which the host knows, or at a slot that
     the device alone knows; then nothing is asked of the device.
@@ -89,6 +90,7 @@ class Drafter(Protocol[Cache]):
     num_drafts: int
     max_drafts: int
     views: tuple[View, ...]
+    static: bool
 
     def new_cache(self, capacity: int) -> Cache:
         """A cache for contexts of `capacity` tokens."""
@@ -129,8 +131,8 @@ class Drafter(Protocol[Cache]):
         picks: Sequence[Pick],
         probe: MassProbe | None = None,
     ) -> list[Draft]:
-        """Draft `count` tokens behind each request's anchor, int64 [requests], which stands behind
-        what its cache holds.
+        """Draft `count` tokens, or fewer, behind each request's anchor, int64 [requests], which
+        stands behind what its cache holds.
 
         settings: each request's own, of one view; its policy scales the request's Queries by the
         Keys that each row sees. Cached Keys and Values are never touched. picks: each chooses its

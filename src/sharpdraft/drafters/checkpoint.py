@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import SharpDraftError, one_line
+from ..model.tensors import refuse_pointer, unwrapped
 
 _WHOLE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -26,7 +27,7 @@ def read_json(directory: Path) -> dict[str, Any]:
     """config.json of a drafter. Raises SharpDraftError where it cannot be read."""
     path = directory / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise SharpDraftError(f"cannot read the drafter's {path}: {error}") from error
     if not isinstance(config, dict):
@@ -38,13 +39,15 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     """Weights of a drafter: safetensors or else PyTorch's, in one file or in the shards that an
     index names. Raises SharpDraftError where they are not whole."""
     tensors: dict[str, Tensor] = {}
-    for file in weight_files(directory):
+    files = weight_files(directory)
+    for file in files:
+        refuse_pointer(file)
         tensors |= _tensors_of(file)
-    if not tensors:
+    if not files:
         raise SharpDraftError(
             f"{directory} has no .safetensors file and no {_PICKLED}: download the checkpoint again"
         )
-    return tensors
+    return unwrapped(tensors)
 
 
 def tensor_names(directory: Path) -> tuple[str, ...]:
@@ -60,7 +63,7 @@ def tensor_names(directory: Path) -> tuple[str, ...]:
                 names += torch.load(file, map_location="meta", weights_only=True, mmap=True)
         except _BROKEN:
             return ()
-    return tuple(names)
+    return tuple(unwrapped(dict.fromkeys(names)))
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -164,4 +167,10 @@ def check_tensors(
         raise SharpDraftError(
             f"the drafter's {odd[0]} is of dtype {dtype}: quantised weights are not supported, use "
             "the full-precision drafter"
+        )
+    # A sum is a number only where all that is summed are.
+    if broken := sorted(n for n in expected if not tensors[n].sum(dtype=torch.float64).isfinite()):
+        raise SharpDraftError(
+            f"the drafter's {broken[0]} holds NaN or infinite numbers: its conversion is broken; "
+            "download it again, or take it in another dtype"
         )

@@ -45,6 +45,7 @@ EAGLE3 = _DRAFTER | Keys.of(
     "norm_before_residual norm_output",
     idle="embed_requires_grad next_layer_regular num_aux_hidden_states truncated_vocab_size",
     parallel_draft_heads_num_layers=(0, 1),
+    parallel_drafting=(False,),
     parallel_draft_step=(1,),
     use_input_layernorm_in_first_layer=(True,),
     use_last_layernorm=(True,),
@@ -118,7 +119,7 @@ _LAYERS_LIKE_LLAMA = (
     "eagle3",
     "speculator_model",
 )
-_SAID_ONCE = ("mask_token_id", "target_layer_ids")
+_SAID_ONCE = ("block_size", "mask_token_id", "target_layer_ids")
 
 
 def _mapping(config: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from ..model.stack import Stack
 from .base import Draft, MassProbe, Pick
 from .checkpoint import check_tensors, other_target, parsing, read_json, read_tensors, write
 from .configs import DFLASH, dflash_taps, flag, merged, number, whole
-from .formats import TRAINING, dflash_shapes, plain_names
+from .formats import TRAINING, check_frequencies, dflash_shapes, plain_names
 from .registry import block_of, drafts_of, family_in
 from .vocabulary import VOCABULARY, Vocabulary, check_hidden_size, check_vocabulary
 from .weights import Weights
@@ -43,6 +43,8 @@ ARCHITECTURE = "DFlashDraftModel"
 
 class DFlash:
     """A DFlash drafter bound to its target."""
+
+    static = True
 
     def __init__(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: CausalLM
@@ -59,7 +61,8 @@ class DFlash:
         check_hidden_size(self.hidden_size, values, named, target)
         self._check_target(values)
         shapes = dflash_shapes(parsed, len(self.taps), target.hidden_size, named)
-        check_tensors(shapes, named, known=(*VOCABULARY, *TRAINING))
+        frequencies = check_frequencies(parsed, named)
+        check_tensors(shapes, named, known=(*VOCABULARY, *TRAINING, *frequencies))
         draft_size = values.get("draft_vocab_size")
         own = draft_size not in (None, parsed.vocab_size, target.vocab_size)
         self.vocabulary = Vocabulary.of(

@@ -33,7 +33,7 @@ from ..model.stack import Stack
 from .base import Draft, MassProbe, Pick
 from .checkpoint import check_tensors, parsing, read_json, read_tensors, write
 from .configs import EAGLE3, eagle3_taps, flag, merged, number, whole
-from .formats import TRAINING, eagle3_shapes, plain_names
+from .formats import TRAINING, check_frequencies, eagle3_shapes, plain_names
 from .pair_cache import PairCache
 from .registry import drafts_of
 from .vocabulary import VOCABULARY, Vocabulary, check_hidden_size, check_vocabulary
@@ -46,6 +46,8 @@ _QUERY = "layers.0.self_attn.q_proj.weight"
 
 class Eagle3:
     """An EAGLE-3 or 3.1 drafter bound to its target."""
+
+    static = True
 
     def __init__(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: CausalLM
@@ -62,7 +64,8 @@ class Eagle3:
         check_hidden_size(self.hidden_size, values, named, target)
         self._check_target()
         shapes = eagle3_shapes(parsed, self, named)
-        check_tensors(shapes, named, known=(*VOCABULARY, *TRAINING))
+        frequencies = check_frequencies(parsed, named)
+        check_tensors(shapes, named, known=(*VOCABULARY, *TRAINING, *frequencies))
         draft_size = values.get("draft_vocab_size")
         own = draft_size not in (None, parsed.vocab_size, target.vocab_size)
         self.vocabulary = Vocabulary.of(
@@ -128,6 +131,11 @@ class Eagle3:
 
     def _check_target(self) -> None:
         target = self.target
+        if -1 in self.taps:
+            raise SharpDraftError(
+                "the drafter reads the target's embeddings (layer id 0), which is not supported: "
+                "use one that reads outputs of layers"
+            )
         if not all(0 <= i < target.num_layers for i in self.taps):
             raise SharpDraftError(
                 "this drafter belongs to another target: it reads the outputs of layers "

@@ -10,6 +10,8 @@ from typing import Any
 from ..errors import SharpDraftError
 
 FAMILIES = ("dflash", "eagle3", "pard")
+MASK_KEYS = ("pard_token", "ptd_token_id")
+"""What the mask token of a PARD is called."""
 CALLED = {"dflash": "DFlash", "eagle3": "EAGLE-3", "pard": "PARD"}
 _LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
@@ -60,7 +62,8 @@ def family_of(
     _refuse_others(names, config, tensors)
     named, called = _named(names)
     built, parts = _built(tensors)
-    if built == "pard" and "pard_token" not in config and named is None:
+    marked = any(config.get(key) is not None for key in MASK_KEYS)
+    if built == "pard" and not marked and named is None:
         raise SharpDraftError(
             f"the drafter is a plain language model ({parts}; config.json names "
             f"{_listed(names)}): a PARD drafter's config.json has a pard_token; give a DFlash, "
@@ -158,4 +161,4 @@ def _by_keys(config: Mapping[str, Any]) -> str | None:
         return "dflash"
     if "eagle_config" in config or "eagle_aux_hidden_state_layer_ids" in config:
         return "eagle3"
-    return "pard" if "pard_token" in config else None
+    return "pard" if any(config.get(key) is not None for key in MASK_KEYS) else None

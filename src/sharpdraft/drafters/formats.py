@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from ..errors import SharpDraftError
 from ..model.config import Config
+from ..model.rotary import has_frequencies
 
 if TYPE_CHECKING:
     from .eagle3 import Eagle3
@@ -19,11 +22,31 @@ TRAINING = ("verifier_lm_head.weight", "verifier_norm.weight")
 
 
 def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as they are called where none stands under `model.` or is a `midlayer`."""
-    return {
-        name.removeprefix("model.").replace("midlayer.", "layers.0."): tensor
-        for name, tensor in tensors.items()
-    }
+    """Tensors as they are called where none stands under `model.` or is a `midlayer`. Raises
+    SharpDraftError where two have one name by that, and differ."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        plain = name.removeprefix("model.").replace("midlayer.", "layers.0.")
+        if plain in found and not torch.equal(found[plain], tensor):
+            raise SharpDraftError(
+                f"the drafter's checkpoint has two tensors for {plain}, one of them {name}, that "
+                "differ: remove the wrong one"
+            )
+        found[plain] = tensor
+    return found
+
+
+def check_frequencies(config: Config, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The names of the frequencies that old checkpoints hold. Raises SharpDraftError where they are
+    not those of the configuration."""
+    names = tuple(name for name in tensors if name.endswith("rotary_emb.inv_freq"))
+    for name in names:
+        if not has_frequencies(config, tensors[name]):
+            raise SharpDraftError(
+                f"the drafter's {name} has other rotary positions than its config.json says: "
+                "correct rope_theta or rope_parameters there"
+            )
+    return names
 
 
 def dflash_shapes(config: Config, taps: int, target_size: int, tensors: Collection[str]) -> Shapes:

@@ -29,6 +29,7 @@ from ..model.placement import Placement, Static
 from .base import Draft, MassProbe, Pick
 from .checkpoint import read_json
 from .configs import PARD
+from .family import MASK_KEYS
 from .registry import drafts_of
 from .vocabulary import check_size
 
@@ -98,6 +99,7 @@ class Pard:
     """A PARD drafter bound to its target."""
 
     taps: tuple[int, ...] = ()
+    static = True
 
     def __init__(
         self, model: CausalLM, mask_token: int, target: CausalLM, num_drafts: int = 7
@@ -122,17 +124,26 @@ class Pard:
         """Read a published checkpoint directory. Raises SharpDraftError for anything that does not
         fit."""
         config, path = read_json(directory), directory / "config.json"
-        mask, drafts = (
-            config.get("pard_token", config.get("ptd_token_id")),
-            config.get("num_drafts", 1),
-        )
+        masks = {key: config[key] for key in MASK_KEYS if config.get(key) is not None}
+        if len(set(map(repr, masks.values()))) > 1:
+            raise SharpDraftError(
+                f"{path} says the mask token twice: {masks}; remove the wrong one"
+            )
+        mask = next(iter(masks.values()), None)
         if type(mask) is not int:
-            raise SharpDraftError(f"{path} has no pard_token: is it a PARD checkpoint?")
+            what = f"pard_token is {mask!r}, not a token's id" if masks else "has no pard_token"
+            raise SharpDraftError(f"{path} {what}: is it a PARD checkpoint?")
         drafts = drafts_of(config, "pard")
         model = read_causal_lm(
             directory, dtype=target.dtype, device=target.device, extra=PARD, role="drafter"
         )
         check_size(model.vocab_size, target, directory)
+        logits, _, _ = model.forward(torch.tensor([[0]], device=model.device), model.new_cache(1))
+        if not bool(logits.isfinite().all()):
+            raise SharpDraftError(
+                f"the drafter in {directory} says NaN or infinite logits: its conversion is "
+                "broken, download it again or take it in another dtype"
+            )
         return cls(model, mask, target, drafts)
 
     def _known(self, tokens: Tensor) -> Tensor:

@@ -127,7 +127,15 @@ def _token_of(
         )
     token_of = torch.arange(len(offsets), device=target.device) + offsets
     if not bool(((token_of >= 0) & (token_of < target.vocab_size)).all()):
-        raise SharpDraftError("the drafter's d2t maps to tokens outside the target's vocabulary")
+        raise SharpDraftError(
+            "the drafter's d2t maps to tokens outside the target's vocabulary: it holds offsets, "
+            "each token's id less its own row"
+        )
+    if len(token_of.unique()) < len(token_of):
+        raise SharpDraftError(
+            "the drafter's d2t maps two of its tokens to one of the target's: it holds offsets, "
+            "each token's id less its own row"
+        )
     if "t2d" in tensors:
         marks = tensors["t2d"].to(target.device).bool()
         marked = marks.nonzero()[:, 0] if marks.dim() == 1 else None

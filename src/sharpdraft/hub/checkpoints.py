@@ -61,6 +61,10 @@ def checkpoint_dir(name_or_path: str, *, files: Sequence[str] = _FILES) -> Path:
     Raises SharpDraftError: neither a directory nor a hub id, a hub that cannot be reached, or a
     gated model.
     """
+    if not name_or_path.strip():
+        raise SharpDraftError(
+            "a checkpoint is asked for and none is named: give a directory or a hub id"
+        )
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path

@@ -153,10 +153,12 @@ def built_in_drafter(target: str, family: str = "dflash") -> Path | None:
     return path if family == "dflash" else completed(path)
 
 
-def recording() -> Path:
-    """The safetensors file of the built-in sessions as the target wrote them. Raises
-    SharpDraftError without the package that has it."""
-    return _data("recorded.safetensors")
+def recording(workload: str = "greedy") -> Path:
+    """Where the sessions of a workload are as the target wrote them, a safetensors file, if they
+    were recorded. Raises SharpDraftError without the package that has recordings."""
+    return _data(
+        "recorded.safetensors" if workload == "greedy" else f"recorded-{workload}.safetensors"
+    )
 
 
 def _data(*parts: str) -> Path:

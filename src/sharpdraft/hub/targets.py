@@ -96,12 +96,21 @@ def _ends(directory: Path, config: Config) -> int | list[int] | None:
     if not path.exists():
         return config.eos_token_id
     try:
-        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
+        read = json.loads(path.read_text(encoding="utf-8-sig"))
+        if not isinstance(read, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError) as error:
         raise SharpDraftError(
             f"{path} cannot be read as a generation configuration: {one_line(error)}"
         ) from error
-    return config.eos_token_id if ends is None else ends
+    ends = read.get("eos_token_id")
+    each = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if any(type(end) is not int or not 0 <= end < config.vocab_size for end in each):
+        raise SharpDraftError(
+            f"{path}: eos_token_id is {ends!r}, and the target has tokens 0 to "
+            f"{config.vocab_size - 1}"
+        )
+    return ends if each else config.eos_token_id
 
 
 def _tokenizer(directory: Path, config: Config) -> Any:

@@ -22,7 +22,8 @@ _COLOURS = {"ar": "#7f7f7f", "frozen": "#1f77b4", "sharpdraft": "#d62728"}
 
 
 def figure(cells: Sequence[Cell], path: Path, title: str) -> None:
-    """Tokens per second, mean accepted length and attention mass by context length, as a PNG.
+    """Tokens per second, mean accepted length and attention mass by context length, as a PNG, a row
+    of panels for each workload.
 
     Raises SharpDraftError if matplotlib is not installed, or there is nothing to draw.
     """
@@ -43,18 +44,21 @@ def figure(cells: Sequence[Cell], path: Path, title: str) -> None:
     if not panels:
         raise SharpDraftError("there is no figure: nothing was measured that it would show")
     buckets = sorted({cell.bucket for cell in cells})
+    workloads = list(dict.fromkeys(cell.workload for cell in cells))
     # One colour an arm in every panel, in the order of the table.
     spare = plt.get_cmap("Dark2")
     names = dict.fromkeys(cell.arm for cell in cells)
     colours = {name: _COLOURS.get(name, spare(i % 8)) for i, name in enumerate(names)}
     # Room for every label.
-    size = (max(4.6, 0.8 * len(buckets)) * len(panels), 3.8)
-    drawn, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False)
-    for axis, (heading, get) in zip(axes[0], panels.items(), strict=True):
-        _panel(axis, cells, get, colours, buckets)
+    size = (max(4.6, 0.8 * len(buckets)) * len(panels), 3.8 * len(workloads))
+    drawn, axes = plt.subplots(len(workloads), len(panels), figsize=size, squeeze=False)
+    every = ((workload, *panel) for workload in workloads for panel in panels.items())
+    for axis, (workload, heading, get) in zip(axes.flat, every, strict=True):
+        own = [cell for cell in cells if cell.workload == workload]
+        _panel(axis, own, get, colours, buckets)
         axis.set_xticks(range(len(buckets)), [label(b) for b in buckets])
         axis.set_xlabel("context length, tokens")
-        axis.set_title(heading)
+        axis.set_title(f"{workload}: {heading}" if len(workloads) > 1 else heading)
         axis.grid(alpha=0.25)
         axis.set_ylim(bottom=0 if heading != "mean accepted length" else 1)
         axis.legend(fontsize=8)

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import isfinite, nan
 from typing import Any
 
 from torch import Tensor
 
+from ..decode.expected import ExpectedRound, expected
 from ..decode.replay import replay
 from ..decode.rounds import Round
 from ..decode.session import Session
 from ..errors import SharpDraftError
 from ..workloads.tasks import Recording, Task
 from .arms import AR
+from .novelty import Repetition, marks
 from .plan import Plan, Row, failed_row, fits, measured_turns, row_of, skipped_row, unfitting_row
 
 Say = Callable[[str], None]
@@ -71,17 +73,23 @@ def run_live(
     on_progress: Say = lambda text: None,
     *,
     end_of_turn: int | None,
+    lead: int = 0,
 ) -> None:
     """Measure every turn of a session. One that does not fit into the context, or fails, is
     skipped, and so are those behind it: without it they would be another conversation's.
 
-    end_of_turn: the token that the chat template puts behind an answer, put there where an answer
-    was cut; None for a single turn. Raises SharpDraftError for an arm that the session cannot do.
+    done: the rows so far. end_of_turn: the token that the chat template puts behind an answer, put
+    there where an answer was cut; None for a single turn. lead: tokens of the first prompt that are
+    read before it is measured, whatever the session has read so far; with 0 it has to be empty.
+    Raises SharpDraftError for an arm that the session cannot do.
     """
     _check(session, plan)
     lost = False
+    # Sessions of one turn, too, begin with another arm each.
+    first = len({row["session"] for row in done} - {task.name})
     for number, prompt in enumerate(prompts):
-        start = len(session.tokens)
+        turn = first + number
+        start = len(session.tokens) if number or not lead else 0
         if number and start and session.tokens[-1] not in stop and end_of_turn is not None:
             prompt = [end_of_turn, *prompt]
         context = start + len(prompt)
@@ -92,11 +100,16 @@ def run_live(
             on_row(unfitting_row(task.name, number, context, session.capacity))
         elif (finished := row_of(done, task.name, number)) is not None:
             session.read_along()
-            bring_to(session, [*session.tokens, *prompt, *finished["tokens"]])
+            bring_to(session, [*session.tokens[:start], *prompt, *finished["tokens"]])
         else:
-            answer = min(task.answer_tokens, session.room - len(prompt))
             try:
-                row = measure_turn(session, prompt, answer, plan, stop, number, on_progress)
+                if lead and not number:
+                    on_progress(f"{task.name}: reading {lead} tokens")
+                    session.read_along()
+                    bring_to(session, prompt[:lead])
+                    prompt = prompt[lead:]
+                answer = min(task.answer_tokens, session.room - len(prompt))
+                row = measure_turn(session, prompt, answer, plan, stop, turn, on_progress)
             except _FAILURES as error:
                 lost, row = True, failed_row(task.name, number, context, error)
                 session.rewind(start)
@@ -112,7 +125,10 @@ def measure_turn(
     number: int,
     on_progress: Say = lambda text: None,
 ) -> dict[str, Any]:
-    """Answer one prompt with every arm; leaves the session behind what the first one wrote."""
+    """Answer one prompt with every arm; leaves the session behind what the first one wrote.
+
+    number: of the turn, by which the arms' order rotates and sampled answers get their seed.
+    """
     start = len(session.tokens)
     sampled = plan.sampling.temperature > 0
     seed = 1000 * (plan.sampling.seed or 0) + number
@@ -130,7 +146,7 @@ def measure_turn(
         rounds = list(session.generate(prompt, answer_tokens, stop))
         seconds = time.perf_counter() - began
         answers[arm.name] = session.tokens[start + len(prompt) :]
-        arms[arm.name] = {"seconds": seconds, **_summary(rounds)}
+        arms[arm.name] = {"seconds": seconds, **_summary(rounds, session.tokens)}
     text = answers[plan.timed[0].name]
     # Sampled answers differ, as they do from seed to seed.
     differences = {} if sampled else _differences(session, start, prompt, text, answers)
@@ -140,6 +156,7 @@ def measure_turn(
     return {
         "context": start + len(prompt),
         "tokens": text,
+        "repetition": asdict(Repetition.of(session.tokens, start + len(prompt))),
         "arms": {arm.name: arms[arm.name] for arm in plan.timed},
         "differences": differences,
         "replayed": _replayed(session, start + len(prompt), plan, arms, differences, on_progress),
@@ -196,10 +213,12 @@ def _replayed(
     for arm in plan.replayed:
         on_progress(f"replaying {arm.name} at {first} tokens")
         session.use(arm)
-        # What was just measured live is what a replay would find.
         measured = arms.get(arm.name)
-        if measured is None or arm.name in differences:
-            measured = _summary(list(replay(session, first)))
+        if plan.sampling.temperature:
+            measured = _expected(list(expected(session, first)), session.tokens)
+        # What was just measured live is what a replay would find.
+        elif measured is None or arm.name in differences:
+            measured = _summary(list(replay(session, first)), session.tokens)
         found[arm.name] = dict(measured)
         if plan.masses_every:
             found[arm.name]["mass"] = _masses(session, first, plan.masses_every)
@@ -225,11 +244,22 @@ def _masses(session: Session, first: int, every: int) -> list[tuple[int, float]]
     return found
 
 
-def _summary(rounds: Sequence[Round]) -> dict[str, Any]:
-    drafted = [r for r in rounds if r.drafted]
+def _summary(rounds: Sequence[Round], text: Sequence[int]) -> dict[str, Any]:
+    """What is kept of rounds. text: all of the session's, these rounds' own at its end."""
+    drafted = [(r.context, r.drafted, r.accepted) for r in rounds if r.asked]
     return {
         "tokens": sum(len(r.tokens) for r in rounds),
-        "rounds": [(r.context, r.drafted, r.accepted) for r in drafted],
+        "rounds": drafted,
+        "new": marks(text, drafted),
         "draft_seconds": sum(r.draft_seconds for r in rounds),
         "verify_seconds": sum(r.verify_seconds for r in rounds),
     }
+
+
+def _expected(rounds: Sequence[ExpectedRound], text: Sequence[int]) -> dict[str, Any]:
+    """As `_summary`, of rounds in expectation, each with its weight behind it."""
+    asked = [
+        (r.context, r.drafted, round(r.accepted, 6), round(r.weight, 6)) for r in rounds if r.asked
+    ]
+    tokens = sum(r.weight * (r.accepted + 1) for r in rounds)
+    return {"tokens": round(tokens), "rounds": asked, "new": marks(text, asked)}

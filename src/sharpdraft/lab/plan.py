@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from ..decode.sampling import GREEDY, Sampling
 from ..decode.session import Arm
 from ..errors import SharpDraftError, one_line
@@ -30,7 +32,8 @@ class Plan:
 
     tasks: what tells one prompt file from another, a digest. sampling: how every arm chooses
     tokens; each answer is drawn with a seed of its own, made from this one. template: what the chat
-    template was told, where that is not the template as it is (ChatSettings.to_dict).
+    template was told, where that is not the template as it is (ChatSettings.to_dict). workloads:
+    those that were named.
     """
 
     target: str
@@ -42,6 +45,7 @@ class Plan:
     tasks: str = ""
     sampling: Sampling = GREEDY
     template: Mapping[str, Any] = field(default_factory=dict)
+    workloads: tuple[str, ...] = ()
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -52,8 +56,10 @@ class Plan:
         """As it stands in the header of a run's rows."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["sampling"] = asdict(self.sampling)
-        if not self.template:
-            del values["template"]
+        # Not in the headers of runs from before them.
+        for part in ("template", "workloads"):
+            if not values[part]:
+                del values[part]
         for part in ("timed", "replayed"):
             values[part] = [_written(arm) for arm in values[part]]
         return dict(json.loads(json.dumps(values, default=str)))
@@ -65,14 +71,24 @@ def _written(arm: Arm) -> dict[str, Any]:
 
 class RunLog:
     """Rows of a run as JSON lines behind a header with its plan; each is on disk before the next is
-    measured. Turns that were skipped are tried again when the run goes on."""
+    measured. Turns that were skipped are tried again when the run goes on. While it lives, no other
+    one writes there."""
 
     def __init__(self, path: Path, plan: Plan) -> None:
-        """Raises SharpDraftError where the file cannot be written, or holds another plan's run."""
+        """Raises SharpDraftError where the file cannot be written, holds another plan's run, or
+        another run writes to it now."""
         self.path = path
         self.rows: list[Row] = []
+        # Of this process: what goes on in it takes turns.
+        self.lock = FileLock(path.with_suffix(".lock"), timeout=0, is_singleton=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.lock.acquire()
             self._open(plan)
+        except Timeout as error:
+            raise SharpDraftError(
+                f"another run writes to {path} now: wait for it, or give another --out"
+            ) from error
         except (OSError, UnicodeDecodeError) as error:
             raise SharpDraftError(
                 f"cannot read and write {path} ({error}): give another --out"
@@ -100,7 +116,6 @@ class RunLog:
                     f"{path} holds a run with other settings: give another --out, or move it away"
                 )
             self.rows = self.rows[1:]
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text("\n".join(kept or [json.dumps(header)]) + "\n", encoding="utf-8")
         os.replace(partial, path)

@@ -13,9 +13,11 @@ from ..decode.session import Arm
 from ..method.settings import FROZEN
 from .arms import AR
 from .buckets import bucket_of
+from .novelty import Repetition
 from .plan import Row
 
 _RESAMPLES = 2000
+_FIGURES = ("speed", "speedup", "mal", "gain", "mass", "mal_new")
 
 _Part = Callable[[Row], float]
 """What a row adds to a sum."""
@@ -38,8 +40,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Cell:
-    """One arm in one context bucket. speed is in tokens per second, speedup over AR in the same
-    turns; gain is MAL minus Frozen's on the same text."""
+    """One arm in one context bucket of one workload, "" where none was named. speed is in tokens
+    per second, speedup over AR in the same turns; gain is MAL minus Frozen's on the same text;
+    mal_new is that of the rounds whose anchor ends four tokens that are new in the text, None where
+    a row does not say which they are."""
 
     arm: str
     bucket: int
@@ -50,21 +54,42 @@ class Cell:
     mal: Estimate | None
     gain: Estimate | None
     mass: Estimate | None
+    mal_new: Estimate | None = None
+    workload: str = ""
 
 
 def summarise(rows: Sequence[Row], arms: Sequence[Arm] = ()) -> list[Cell]:
-    """Every arm in every bucket that was measured, drafter by drafter.
+    """Every arm in every bucket of every workload that was measured, drafter by drafter.
 
     arms: those of the plan; a name that is none of theirs, such as a server's, is told by its name.
     """
-    inside: dict[int, list[Row]] = {}
-    for row in rows:
-        inside.setdefault(bucket_of(row["context"]), []).append(row)
     cells = []
-    for bucket, own in sorted(inside.items()):
-        known = _ordered(own[0], arms)
-        cells += [_cell(arm, known, bucket, own) for arm in known]
+    for measured in by_workload(rows).values():
+        inside: dict[int, list[Row]] = {}
+        for row in measured:
+            inside.setdefault(bucket_of(row["context"]), []).append(row)
+        for bucket, own in sorted(inside.items()):
+            known = _ordered(own[0], arms)
+            cells += [_cell(arm, known, bucket, own) for arm in known]
     return cells
+
+
+def by_workload(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each workload, in the order in which they were measured."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.get("workload", ""), []).append(row)
+    return found
+
+
+def repetition(rows: Sequence[Row]) -> dict[str, Repetition]:
+    """How much the measured answers of each workload repeat their texts; nothing of a workload with
+    rows that do not say so, as older runs' and servers'."""
+    return {
+        workload: Repetition.total(row["repetition"] for row in own)
+        for workload, own in by_workload(rows).items()
+        if all("repetition" in row for row in own)
+    }
 
 
 @dataclass(frozen=True)
@@ -161,6 +186,8 @@ def _cell(arm: _Measured, arms: Sequence[_Measured], bucket: int, rows: Sequence
             found["speedup"] = _estimate(rows, _ratio, *speed, *alone)
     if arm.drafter is not None:
         found["mal"] = _estimate(rows, _mal, *mal)
+        if all("new" in row[place][name] for row in rows):
+            found["mal_new"] = _estimate(rows, _mal, _fresh(place, name, 0), _fresh(place, name, 2))
         base = None if arm.frozen else _frozen_of(arm, arms, rows[0][place])
         if base is not None:
             own = [_drafts(place, base, 0), _drafts(place, base, 2)]
@@ -168,8 +195,9 @@ def _cell(arm: _Measured, arms: Sequence[_Measured], bucket: int, rows: Sequence
     if massed:
         found["mass"] = _estimate(rows, np.divide, _mass(name, sum), _mass(name, len))
     tokens = sum(row[place][name]["tokens"] for row in rows)
-    figures = {key: found.get(key) for key in ("speed", "speedup", "mal", "gain", "mass")}
-    return Cell(name, bucket, len(rows), tokens, **figures)
+    figures = {key: found.get(key) for key in _FIGURES}
+    workload = rows[0].get("workload", "")
+    return Cell(name, bucket, len(rows), tokens, workload=workload, **figures)
 
 
 def _frozen_of(arm: _Measured, arms: Sequence[_Measured], measured: Collection[str]) -> str | None:
@@ -191,8 +219,25 @@ def _drafts(place: str, name: str, which: int) -> _Part:
         # A server counts its drafts itself; an engine of ours tells every round.
         if counts := arm.get("counts"):
             return float(counts[which])
-        rounds = arm.get("rounds", ())
-        return len(rounds) if which == 0 else sum(r[which] for r in rounds)
+        return sum(_weighed(r, which) for r in arm.get("rounds", ()))
+
+    return part
+
+
+def _weighed(round_: Sequence[float], which: int) -> float:
+    """Of a round: itself (0) or its accepted tokens (2), by how likely it was where it is an
+    expected one."""
+    weight = round_[3] if len(round_) > 3 else 1
+    return weight * round_[which] if which else weight
+
+
+def _fresh(place: str, name: str, which: int) -> _Part:
+    """As `_drafts`, of the rounds whose anchor is new."""
+
+    def part(row: Row) -> float:
+        arm = row[place][name]
+        pairs = zip(arm["rounds"], arm["new"], strict=True)
+        return sum(_weighed(r, which) for r, mark in pairs if mark == "1")
 
     return part
 

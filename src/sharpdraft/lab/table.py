@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from rich import box
@@ -17,6 +18,7 @@ _COLUMNS: dict[str, Callable[[Cell], Estimate | None]] = {
     "x AR": lambda cell: cell.speedup,
     "MAL": lambda cell: cell.mal,
     "MAL - Frozen's": lambda cell: cell.gain,
+    "MAL, new": lambda cell: cell.mal_new,
     "top-32 mass": lambda cell: cell.mass,
 }
 _ANY_WIDTH = 100_000
@@ -56,21 +58,27 @@ def _drawn(
     cells: Sequence[Cell], columns: Sequence[str], write: Callable[[Estimate], str]
 ) -> Table:
     drawn = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    several = len({cell.workload for cell in cells}) > 1
+    if several:
+        drawn.add_column("workload", no_wrap=True)
     drawn.add_column("context", no_wrap=True)
     drawn.add_column("arm", overflow="fold")
     for heading in columns:
         # A heading may take two lines, which makes narrow columns of it.
-        narrow = heading if write is str else heading.replace("- ", "-\n").replace("32 ", "32\n")
+        narrow = re.sub(r"(-|32|,) ", r"\1\n", heading) if write is not str else heading
         drawn.add_column(narrow, justify="right", no_wrap=True)
-    last = None
+    last: tuple[str, int] | None = None
     for cell in cells:
-        if last is not None and cell.bucket != last:
+        begins = (cell.workload, cell.bucket) != last
+        if last is not None and begins:
             drawn.add_section()
-        name = label(cell.bucket) if cell.bucket != last else ""
-        last = cell.bucket
+        whose = cell.workload if last is None or cell.workload != last[0] else ""
+        name = label(cell.bucket) if begins else ""
+        last = cell.workload, cell.bucket
         found = (_COLUMNS[heading](cell) for heading in columns)
         # Neither a name nor an interval in brackets is a style.
-        texts = (name, cell.arm, *("" if e is None else write(e) for e in found))
+        first = (whose, name) if several else (name,)
+        texts = (*first, cell.arm, *("" if e is None else write(e) for e in found))
         drawn.add_row(*map(Text, texts))
     return drawn
 

@@ -118,8 +118,8 @@ class DraftSettings:
     def check(self, host: Host, *, layers: int | None = None, drafts: int | None = None) -> None:
         """Refuse what a host cannot do, and what makes no sense for a drafter.
 
-        layers: how many attention layers the drafter has. drafts: how many tokens it drafts where
-        the settings do not say. None: not known yet.
+        layers: how many attention layers the drafter has, 0 for lookup. drafts: how many tokens it
+        drafts where the settings do not say. None: not known yet.
 
         Raises SharpDraftError that names the part of the settings.
         """
@@ -133,6 +133,13 @@ class DraftSettings:
                 said = host.lacks.get(need, f"{host.name} has no {need} to give")
                 own = DraftSettings(**{part: getattr(self, part)})
                 raise SharpDraftError(f"{part} ({own.text()}): {said}")
+        if layers == 0 and self.acts:
+            part = "view" if self.scale is None else "scale"
+            own = DraftSettings(**{part: getattr(self, part)})
+            raise SharpDraftError(
+                f"{part} ({own.text()}): the drafter looks text up and has no attention; use "
+                f"{FROZEN}"
+            )
         known = getattr(self.scale, "layers", None)
         if layers is not None and known is not None and known != layers:
             raise SharpDraftError(

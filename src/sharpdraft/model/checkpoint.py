@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from ..errors import SharpDraftError, note, one_line
 from .causal_lm import CausalLM
 from .config import ARCHITECTURES, Config
 from .keys import CAUSAL_LM, Keys
-from .rotary import frequencies
+from .rotary import frequencies, has_frequencies
 from .tensors import FLOATING, Place, Reader, places_in
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -51,7 +50,7 @@ def read_config(directory: Path, *, extra: Keys = _NO_KEYS, role: str = "target"
             f"{name} holds no config.json: it is not a checkpoint in transformers' format"
         )
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
         family = values.get("model_type")
@@ -229,15 +228,9 @@ def _check_tensors(config: Config, places: dict[str, Place], model: str) -> None
 
 
 def _check_frequencies(config: Config, place: Place, name: str, model: str) -> None:
-    """Old checkpoints hold the frequencies of rotary positions, before any scaling of them."""
-    plain = replace(config, rope_parameters={**config.rope_parameters, "rope_type": "default"})
-    if place.dtype in FLOATING and place.shape == (config.rotary_dim // 2,):
-        stored = place.read()
-        close = 4 * torch.finfo(stored.dtype).eps
-        for own in (frequencies(config)[0], frequencies(plain)[0]):
-            # The slowest are below the smallest number that float16 holds well.
-            if torch.allclose(stored.float(), own, rtol=close, atol=1e-7):
-                return
+    """Refuse frequencies that are not those of the configuration."""
+    if place.dtype in FLOATING and has_frequencies(config, place.read()):
+        return
     raise SharpDraftError(
         f"the weights of {model} hold {name} with other rotary positions than its config.json "
         "says: correct rope_theta or rope_parameters there"

@@ -149,9 +149,14 @@ class _Reader:
 def _rope_parameters(read: _Reader, positions: int) -> dict[str, Any]:
     """In the form of transformers 5, out of any that published files have: "rope_scaling" beside
     "rope_theta", "type" for "rope_type", the length of pretraining beside them."""
-    given = read.values.get("rope_scaling") or read.values.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"rope_parameters must be a mapping, got {given!r}")
+    each = [read.values.get(name) for name in ("rope_scaling", "rope_parameters")]
+    said = [values for values in each if values]
+    for values in said:
+        if not isinstance(values, Mapping):
+            raise ValueError(f"rope_parameters must be a mapping, got {values!r}")
+    if len({_rope_said(values) for values in said}) > 1:
+        raise ValueError("rope_scaling and rope_parameters contradict each other")
+    given = said[0] if said else {}
     if nested := sorted(key for key, value in given.items() if isinstance(value, Mapping)):
         raise ValueError(
             f"rope_parameters has parameters for {' and '.join(nested)}: one set for all layers is "
@@ -168,6 +173,14 @@ def _rope_parameters(read: _Reader, positions: int) -> dict[str, Any]:
         length = "original_max_position_embeddings"
         found[length] = read.whole(length, _Reader(found).whole(length, positions))
     return found
+
+
+def _rope_said(values: Mapping[str, Any]) -> str:
+    """What one of two mappings for rotary positions says, without the base, which may stand beside
+    them."""
+    kind = values.get("rope_type") or values.get("type") or "default"
+    rest = {k: v for k, v in values.items() if k not in ("rope_type", "type", "rope_theta")}
+    return f"{kind} {sorted(rest.items())}"
 
 
 def _rotary_dim(rope: Mapping[str, Any], head_dim: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -151,6 +152,20 @@ def frequencies(config: Config, *, longer: bool = False) -> tuple[Tensor, float]
     if kind == "yarn":
         return _yarn(powers, rope)
     return 1.0 / powers, 1.0
+
+
+def has_frequencies(config: Config, stored: Tensor) -> bool:
+    """Whether `rotary_emb.inv_freq`, which old checkpoints hold, is that of a configuration, before
+    any scaling or behind it."""
+    if not stored.is_floating_point() or tuple(stored.shape) != (config.rotary_dim // 2,):
+        return False
+    plain = replace(config, rope_parameters={**config.rope_parameters, "rope_type": "default"})
+    close = 4 * torch.finfo(stored.dtype).eps
+    # The slowest are below the smallest number that float16 holds well.
+    return any(
+        torch.allclose(stored.float(), frequencies(own)[0], rtol=close, atol=1e-7)
+        for own in (config, plain)
+    )
 
 
 def _number(rope: Mapping[str, Any], name: str) -> float:

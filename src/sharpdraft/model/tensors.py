@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -21,6 +21,7 @@ from ..errors import SharpDraftError, one_line
 FLOATING = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 """Dtypes of weights that are run, as safetensors names them."""
 
+_Value = TypeVar("_Value")
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 
 
@@ -59,12 +60,36 @@ def places_in(directory: Path, opened: ExitStack) -> dict[str, Place]:
             continue
         found: dict[str, Place] = {}
         for path in (directory / name for name in names):
+            refuse_pointer(path)
             found |= _safe(path, opened) if path.suffix == ".safetensors" else _pickled(path)
-        return found
+        return unwrapped(found)
     raise SharpDraftError(
         f"{directory} holds no {_SAFE}, no {_PICKLED} and no index of shards: convert the model, "
         "or finish its download"
     )
+
+
+def unwrapped(tensors: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Tensors without the prefix that all their names have of what a model was wrapped in while it
+    was trained."""
+    found = dict(tensors)
+    for prefix in ("module.", "_orig_mod.", "module."):
+        if found and all(name.startswith(prefix) for name in found):
+            found = {name.removeprefix(prefix): each for name, each in found.items()}
+    return found
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise SharpDraftError for a file of which Git LFS has only brought the name."""
+    try:
+        with path.open("rb") as file:
+            pointer = file.read(24) == b"version https://git-lfs."
+    except OSError:
+        return
+    if pointer:
+        raise SharpDraftError(
+            f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its repository"
+        )
 
 
 def _safe(path: Path, opened: ExitStack) -> dict[str, Place]:

@@ -136,14 +136,15 @@ def record_sessions(
     workload: str = "greedy",
     sessions: int | None,
     length: int,
+    temperature: float | None = None,
     device: str | None,
     chat: ChatSettings | None = None,
     progress: ProgressBar,
 ) -> None:
-    """Write the texts of a workload's sessions, at its temperature: tokens uint16 (int32 for a
-    vocabulary beyond it) and turns int32 [turns, 3] (see workloads.tasks.Turn) of each. chat: what
-    the chat template is told. Raises SharpDraftError for a workload of single turns, and when the
-    file cannot be written."""
+    """Write the texts of a workload's sessions, at its temperature or the one given: tokens uint16
+    (int32 for a vocabulary beyond it) and turns int32 [turns, 3] (see workloads.tasks.Turn) of
+    each. chat: what the chat template is told. Raises SharpDraftError for a workload of single
+    turns, and when the file cannot be written."""
     (chosen,) = workloads_of([workload])
     tasks = list(chosen.tasks(Reader(read_tokenizer(target_name), length, sessions)))
     if any(len(task.turns) == 1 for task in tasks):
@@ -167,7 +168,7 @@ def record_sessions(
             length,
             template.end_of_turn,
             stops=stops,
-            temperature=chosen.temperature,
+            temperature=chosen.temperature if temperature is None else temperature,
             on_step=lambda step: bar.update(task_id, completed=step + 1),
         )
     ids = torch.uint16 if target.vocab_size <= 2**16 else torch.int32

@@ -41,6 +41,7 @@ def write_wave(
     stops: Collection[int] = (),
     taps: Sequence[int] | None = None,
     seed: int | None = None,
+    temperature: float = 0.0,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> dict[str, Tensor]:
     """Write one wave of sessions, `length` tokens each.
@@ -50,12 +51,12 @@ def write_wave(
     An answer ends at `end_of_turn` or one of `stops`, or else is cut at 192 tokens, or when it
     loops, and `end_of_turn` put behind it; the next turn follows.
 
-    seed: for the answers that begin with a few sampled tokens; None for none. taps: layers whose
-    hidden states are kept; None for none.
+    seed: for the answers that begin with a few sampled tokens; None for none. temperature: above 0,
+    every token is sampled. taps: layers whose hidden states are kept; None for none.
 
     Returns tokens int32 [sessions, length]; written bool [sessions, length], true where the target
-    chose the token greedily; and with taps features float16 [sessions, length, (taps + 1) *
-    hidden]: the tapped hidden states in order, then the final normed one.
+    chose the token, at that temperature; and with taps features float16 [sessions, length,
+    (taps + 1) * hidden]: the tapped hidden states in order, then the final normed one.
     """
     count = len(turns)
     tokens = torch.zeros(count, length, dtype=torch.int32)
@@ -104,6 +105,8 @@ def write_wave(
                 -65000, 65000
             )
         choice = logits[:, 0].argmax(-1).cpu()
+        if temperature:
+            choice = draws((logits[:, 0].cpu().double() / temperature).softmax(-1), generator)
         sample = torch.tensor([row for row in range(count) if left[row] > 0], dtype=torch.long)
         if len(sample):
             choice[sample] = draws(logits[sample, 0].cpu().double().softmax(-1), generator)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # Stands where an answer does, to be found again in what a template makes of it.
 _ANSWER = "HERETHEANSWERSTANDS"
+_QUESTION = "HERETHEQUESTIONSTANDS"
 # What apply_chat_template takes that is a template's own to read.
 _READ_BY_TEMPLATES = ("tools", "documents")
 _THINKING = "enable_thinking"
@@ -40,6 +41,10 @@ class ChatSettings:
                 "--raw leaves the chat template out, which --system and --template-arg are for: "
                 "leave out the one or the other"
             )
+        if self.system is not None:
+            _check_text("--system", self.system)
+        arguments = json.dumps(dict(self.arguments), ensure_ascii=False, default=str)
+        _check_text("--template-arg", arguments)
 
     @classmethod
     def parse(
@@ -92,6 +97,8 @@ class Chat:
         self.template = None if self.settings.raw else _template(tokenizer)
         if self.template is not None:
             self._check_arguments(self.template)
+        self._in_parts: bool | None = None
+        """Whether messages are given as lists of parts; None before the template was asked."""
 
     def prompt(self, turn: str, *, first: bool = True, system: str | None = None) -> list[int]:
         """Tokens of one user turn up to where its answer starts; `first` includes what a
@@ -102,6 +109,7 @@ class Chat:
         """
         if self.settings.raw:
             if first and system is None:
+                _check_text("the prompt", turn)
                 return list(self.tokenizer(turn)["input_ids"])
             raise SharpDraftError(
                 "--raw is for single prompts: several turns and system messages need the chat "
@@ -246,14 +254,11 @@ class Chat:
             )
         messages = self._messages(turns, system)
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    add_generation_prompt=True,
-                    tokenize=False,
-                    **self.settings.arguments,
-                )
-            )
+            if self._in_parts is None:
+                self._in_parts = self._wants_parts(system)
+            return self._rendered(messages, self._in_parts)
+        except SharpDraftError:
+            raise
         # A template is a program of somebody else's.
         except Exception as error:
             roles = ", ".join(message["role"] for message in messages)
@@ -261,12 +266,51 @@ class Chat:
                 f"the target's chat template refuses a conversation of {roles}: {one_line(error)}"
             ) from error
 
+    def _wants_parts(self, system: str | None) -> bool:
+        """Whether the template shows a user's text only as a list of parts."""
+        asked = self._messages([_said("user", _QUESTION)], system)
+        refused: Exception | None = None
+        for in_parts in (False, True):
+            try:
+                if _QUESTION in self._rendered(asked, in_parts):
+                    return in_parts
+            # What it says about texts counts, if anything.
+            except Exception as error:
+                refused = refused or (None if in_parts else error)
+        if refused is not None:
+            raise refused
+        raise SharpDraftError(
+            "the target's chat template does not show the user's text: mend its chat_template, or "
+            "give single prompts with --raw"
+        )
+
+    def _rendered(self, messages: list[dict[str, str]], in_parts: bool) -> str:
+        given: list[dict[str, Any]] = [{**each} for each in messages]
+        if in_parts:
+            for each in given:
+                each["content"] = [{"type": "text", "text": each["content"]}]
+        return str(
+            self.tokenizer.apply_chat_template(
+                given, add_generation_prompt=True, tokenize=False, **self.settings.arguments
+            )
+        )
+
     def _tokens(self, text: str) -> list[int]:
+        _check_text("the prompt", text)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SharpDraftError(
+            f"{name} is no UTF-8, or holds half a character (a lone surrogate): give it as UTF-8"
+        ) from error
 
 
 def _mentions(template: str, name: str) -> bool:

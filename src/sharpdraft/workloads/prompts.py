@@ -15,7 +15,7 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
-from ..errors import SharpDraftError, one_line
+from ..errors import SharpDraftError, note, one_line
 
 ANSWERS = "recorded answers"
 
@@ -23,6 +23,7 @@ _TEXT = (".txt", ".text", ".md")
 _JSON = (".jsonl", ".ndjson", ".json")
 _CELLS = {".csv": ",", ".tsv": "\t"}
 _PARQUET = (".parquet", ".pq")
+_GZIP = b"\x1f\x8b"
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF16_LE: "utf-16",
@@ -34,6 +35,9 @@ _LISTS = ("turns", "messages", "conversations", "conversation", "data")
 _TEXTS = ("prompt", "problem", "question", "instruction", "text", "content")
 _SHAPES = ("turns", "prompt", *_LISTS[1:4], *_TEXTS[1:], "data")
 _REQUESTS = ("body", "request")
+# What stands before the question, in this order.
+_BEFORE = ("context", "passage", "document", "article", "input", "choices")
+_SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction")
 _USER, _SYSTEM = ("user", "human"), ("system", "developer")
 _TARGET = ("assistant", "gpt", "model", "bot", "chatgpt")
 
@@ -55,13 +59,19 @@ def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
     suffix = "".join(suffixes[: -1 if packed else None][-1:])
     try:
         raw = path.read_bytes()
-        raw = gzip.decompress(raw) if packed else raw
+        raw = gzip.decompress(raw) if packed or raw.startswith(_GZIP) else raw
         if suffix in _PARQUET:
             yield from _numbered(_parquet(raw, path))
             return
         text = raw.decode(next((_MARKS[m] for m in _MARKS if raw.startswith(m)), "utf-8"))
         if "\0" in text:
             raise ValueError("it has zero bytes: save it as UTF-8")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise SharpDraftError(
+            f"cannot read the prompt file {path}: line {line} is no {error.encoding.upper()}: save "
+            "the file as UTF-8"
+        ) from error
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise SharpDraftError(f"cannot read the prompt file {path}: {one_line(error)}") from error
     if suffix in _CELLS:
@@ -88,27 +98,68 @@ def conversation_of(row: Any) -> Conversation:
     known = [key for key in _SHAPES if row.get(key) is not None]
     if not known:
         return _request(row)
-    key, others = known[0], frozenset(known[1:])
-    value = row[key]
+    key = known[0]
+    value, used = row[key], {key, "name"}
     if key == "content" and "role" in row:
         value = [row]
+        used.add("role")
     elif key in _LISTS and isinstance(value, str):
         # How a cell of a table holds a list.
         value = _parsed(value, key)
-    if key in _LISTS or (isinstance(value, list) and _has_roles(value)):
-        found = _turns(value, f'"{key}"')
+    if isinstance(value, list) and value and _has_roles(value):
+        found = _turns(value, "the row" if "role" in used else f'"{key}"')
     else:
-        text = _text(value, f'"{key}"')
-        if key == "instruction" and (more := row.get("input")):
-            text += "\n\n" + _text(more, '"input"')
-        found = Conversation((text,))
+        found = _turns(value, f'"{key}"') if key in _LISTS else _single(row, key, used)
+        found = _behind_context(found, row, used)
     system = found.system
-    if row.get("system") is not None:
-        if system is None:
-            system = _text(row["system"], '"system"')
-        else:
-            others |= {"system"}
-    return Conversation(found.turns, system, found.left_out | others)
+    said = next((name for name in _SYSTEMS if row.get(name)), None)
+    if said is not None and (own := _text(row[said], f'"{said}"')) and system in (None, own):
+        system = own
+        used.add(said)
+    return Conversation(found.turns, system, found.left_out | _others(row, used))
+
+
+def _single(row: Mapping[str, Any], key: str, used: set[str]) -> Conversation:
+    value = row[key]
+    plain = isinstance(value, list) and all(isinstance(item, (str, int)) for item in value)
+    if plain and value and key != "content":
+        kind = "texts" if isinstance(value[0], str) else "token ids"
+        wanted = 'give each prompt a row as a text, or call texts that follow each other "turns"'
+        raise ValueError(f'"{key}" is a list of {kind}: {wanted}')
+    text = _text(value, f'"{key}"')
+    if key == "instruction" and (more := row.get("input")):
+        text += "\n\n" + _text(more, '"input"')
+        used.add("input")
+    return Conversation((text,))
+
+
+def _behind_context(found: Conversation, row: Mapping[str, Any], used: set[str]) -> Conversation:
+    """The first turn behind what is to be read for it, unless it has that already."""
+    before: list[str] = []
+    for key in _BEFORE:
+        value = row.get(key)
+        if key in used or not value:
+            continue
+        if isinstance(value, Mapping):
+            # Choices with their labels.
+            value = value.get("text")
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            value = "\n".join(value)
+        if isinstance(value, str) and value.strip():
+            used.add(key)
+            if value not in found.turns[0]:
+                before.append(_text(value, f'"{key}"'))
+    first = "\n\n".join([*before, found.turns[0]])
+    return Conversation((first, *found.turns[1:]), found.system, found.left_out)
+
+
+def _others(row: Mapping[str, Any], used: set[str]) -> frozenset[str]:
+    """What a row has besides."""
+    return frozenset(
+        " ".join(str(key).split())
+        for key, value in row.items()
+        if key not in used and value is not None and value != ""
+    )
 
 
 _NEEDS = (
@@ -119,14 +170,20 @@ _NEEDS = (
 
 def _request(row: Mapping[str, Any]) -> Conversation:
     """A request to a server, as batch files and logs have them."""
-    inner = next((row[key] for key in _REQUESTS if row.get(key) is not None), None)
-    if inner is None:
+    key = next((key for key in _REQUESTS if row.get(key) is not None), None)
+    if key is None:
         keys = ", ".join(map(str, row)) or "none"
         raise ValueError(f"{_NEEDS}; its keys are {keys[:200]}")
+    inner = row[key]
+    if isinstance(inner, str) and inner.lstrip().startswith(("{", "[")):
+        # How logs and cells of tables hold a request.
+        try:
+            inner = json.loads(inner)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f'"{key}" is not JSON ({one_line(error)})') from None
     found = conversation_of(inner)
-    known = {*_SHAPES, *_REQUESTS, "system"}
-    settings = inner.keys() - known if isinstance(inner, dict) else ()
-    return Conversation(found.turns, found.system, found.left_out | set(settings))
+    left = found.left_out | _others(row, {key, "name"})
+    return Conversation(found.turns, found.system, left)
 
 
 def _turns(items: Any, name: str) -> Conversation:
@@ -160,7 +217,7 @@ def _turns(items: Any, name: str) -> Conversation:
         else:
             system = _text(content, f"the {role} message")
     if not turns:
-        raise ValueError(f"{name} has no message of a user")
+        raise ValueError(f"{name} has no message of a user, and others are not asked")
     return Conversation(tuple(turns), system, frozenset({ANSWERS} if answers else ()))
 
 
@@ -184,6 +241,8 @@ def _text(value: Any, name: str) -> str:
 
 
 def _part(part: Any, name: str) -> str:
+    if isinstance(part, str):
+        return part
     if isinstance(part, dict) and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type", "no type") if isinstance(part, dict) else _kind(part)
@@ -203,12 +262,12 @@ def _kind(value: Any) -> str:
 
 def _json_or_lines(text: str, suffix: str, path: Path) -> Iterator[tuple[str, Any]]:
     """One JSON document, or a row a line. In a text file only a { starts JSON."""
-    marks = ("{",) if suffix in _TEXT or not suffix else ("{", "[", '"')
-    if text.lstrip().startswith(marks):
+    texts = suffix not in _JSON
+    if not texts or text.lstrip().startswith("{"):
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
-            if suffix == ".json" and not _goes_on(error):
+            if suffix == ".json" and text.strip() and not _goes_on(error):
                 raise SharpDraftError(f"{path} is not JSON ({one_line(error)})") from error
         else:
             if isinstance(document, dict) and not (_is_list_of_rows(document.get("data"))):
@@ -217,20 +276,28 @@ def _json_or_lines(text: str, suffix: str, path: Path) -> Iterator[tuple[str, An
                 return
             rows = document["data"] if isinstance(document, dict) else document
             if isinstance(rows, list):
-                yield from _numbered(rows)
-                return
+                return (yield from _numbered(rows))
+    no_json: list[int] = []
     for number, line in enumerate(text.split("\n"), 1):
         row: Any = line.removesuffix("\r")
         if not row.strip():
             continue
-        if row.lstrip().startswith(marks):
+        if not texts or row.lstrip().startswith("{"):
             try:
                 row = json.loads(row)
             except (ValueError, RecursionError) as error:
-                raise SharpDraftError(
-                    f"{path}, line {number}: not JSON ({one_line(error)})"
-                ) from error
+                if not texts:
+                    raise SharpDraftError(
+                        f"{path}, line {number}: not JSON ({one_line(error)}): write one object or "
+                        "text a line with nothing behind it, or name a file of texts .txt"
+                    ) from error
+                no_json.append(number)
         yield f"line {number}", row
+    if no_json:
+        note(
+            f"{path}: lines that begin with {{ and are no JSON are asked as texts: {len(no_json)}, "
+            f"first line {no_json[0]}"
+        )
 
 
 def _goes_on(error: Exception) -> bool:
@@ -253,15 +320,26 @@ def _numbered(rows: Any) -> Iterator[tuple[str, Any]]:
 def _cells(text: str, delimiter: str, path: Path) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(2**31 - 1)
     reader = csv.DictReader(StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    begins = 1
     try:
+        names = reader.fieldnames or ()
+        if twice := {each for each in names if names.count(each) > 1}:
+            raise SharpDraftError(
+                f"{path}, line 1: {', '.join(sorted(twice))} is named twice: name each column once"
+            )
+        begins = reader.line_num + 1
         for row in reader:
+            begins = reader.line_num + 1
             if None in row:
                 raise SharpDraftError(
                     f"{path}, line {reader.line_num}: more cells than the first line names"
                 )
             yield {key: value for key, value in row.items() if value}
     except csv.Error as error:
-        raise SharpDraftError(f"{path}, line {reader.line_num}: {one_line(error)}") from error
+        raise SharpDraftError(
+            f"{path}, the row from line {begins} on: {one_line(error)}: a cell that begins with a "
+            "quote ends with one, and quotes in it are doubled"
+        ) from error
 
 
 def _parquet(raw: bytes, path: Path) -> list[Any]:

@@ -11,28 +11,34 @@ from importlib import resources
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import SharpDraftError, note
-from ..hub.smollm2 import recording
+from ..hub.smollm2 import SMOLLM2, recording
 from .prompts import conversation_of, read_rows
 
 
 @dataclass(frozen=True)
 class Task:
-    """A session: the user's turns, how long an answer may get, and the system message."""
+    """A session: the user's turns, how long an answer may get, and the system message.
+
+    lead: characters at the start of the first turn that are a text to be read, with the question
+    behind it; reading them is no part of a measured turn.
+    """
 
     name: str
     turns: tuple[str, ...]
     answer_tokens: int = 192
     # Left out of repr, so that the digests of runs from before them are still theirs.
     system: str | None = field(default=None, repr=False)
+    lead: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A recorded turn as token spans: the prompt is [start, answer), the answer [answer, end)."""
+    """A recorded turn as token spans: the prompt is [start, answer), the answer [answer, end). What
+    stands before the start is read beforehand: earlier turns, and the lead of a first one."""
 
     start: int
     answer: int
@@ -80,25 +86,47 @@ def from_file(path: Path, answer_tokens: int) -> list[Task]:
     return list(tasks.values())
 
 
-def digest(tasks: Sequence[Task]) -> str:
-    """Tells one set of tasks from another."""
-    text = repr(list(tasks))
+def digest(sessions: Sequence[Task] | Sequence[Recording]) -> str:
+    """Tells one set of sessions from another."""
+    text, tasks = repr(list(sessions)), [each for each in sessions if isinstance(each, Task)]
     if any(task.system is not None for task in tasks):
         text += repr([task.system for task in tasks])
+    if any(task.lead for task in tasks):
+        text += repr([task.lead for task in tasks])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def recordings() -> list[Recording]:
-    """The built-in sessions as SmolLM2-135M-Instruct wrote them. Raises SharpDraftError without the
-    package that has them."""
-    tensors = load_file(recording())
-    found = []
-    for task in built_in():
-        if f"{task.name}.tokens" in tensors:
-            tokens = tuple(tensors[f"{task.name}.tokens"].int().tolist())
-            turns = tuple(Turn(*span) for span in tensors[f"{task.name}.turns"].tolist())
-            found.append(Recording(task.name, tokens, turns))
-    return found
+def recordings(workload: str = "greedy") -> list[Recording]:
+    """The sessions of a workload as SmolLM2-135M-Instruct wrote them; none where they were not
+    recorded. Raises SharpDraftError without the package that has them, and for a recording of
+    another target or workload."""
+    path = recording(workload)
+    return read_recording(path, workload) if path.exists() else []
+
+
+def read_recording(path: Path, workload: str) -> list[Recording]:
+    """A recording of SMOLLM2, built-in sessions first. Raises SharpDraftError for one of another
+    target or workload."""
+    mine = {"target": SMOLLM2, "workload": workload}
+    with safe_open(str(path), "pt") as file:
+        # The first recordings do not say whose they are.
+        told = {**mine, **(file.metadata() or {})}
+        if any(told[key] != value for key, value in mine.items()):
+            raise SharpDraftError(
+                f"{path} holds {told['workload']} as {told['target']} wrote it, not {workload} of "
+                f"{SMOLLM2}: record it anew"
+            )
+        keys = list(file.keys())
+        names = {key.removesuffix(".tokens") for key in keys if key.endswith(".tokens")}
+        ours = [task.name for task in built_in() if task.name in names]
+        return [
+            Recording(
+                name,
+                tuple(file.get_tensor(f"{name}.tokens").int().tolist()),
+                tuple(Turn(*span) for span in file.get_tensor(f"{name}.turns").tolist()),
+            )
+            for name in [*ours, *sorted(names.difference(ours))]
+        ]
 
 
 def turns_of(written: Tensor) -> list[Turn]:

@@ -8,12 +8,13 @@ first arm wrote is what the others must write.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from ...errors import SharpDraftError
 from ...workloads.tasks import Recording
 from ..buckets import bucket_of
+from ..novelty import Repetition, marks
 from ..plan import Plan, Row, failed_row, fits, measured_turns, unfitting_row
 
 _OF_SERVERS = ("counts", "counted", "retries")
@@ -37,11 +38,12 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens to answer, and how long the answer may get."""
+    """Tokens to answer, how long the answer may get, and the workload, "" where none was named."""
 
     name: str
     tokens: tuple[int, ...]
     answer_tokens: int
+    workload: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,12 @@ def fitting(prompts: Sequence[Prompt], limit: int) -> tuple[list[Prompt], list[R
 
 
 def groups_of(prompts: Sequence[Prompt], concurrency: int) -> list[Group]:
-    """`concurrency` prompts of one context bucket at a time, short ones first."""
-    inside: dict[int, list[Prompt]] = {}
+    """`concurrency` prompts of one workload and context bucket at a time, short ones first."""
+    order = list(dict.fromkeys(prompt.workload for prompt in prompts))
+    inside: dict[tuple[int, int], list[Prompt]] = {}
     for prompt in prompts:
-        inside.setdefault(bucket_of(len(prompt.tokens)), []).append(prompt)
+        place = order.index(prompt.workload), bucket_of(len(prompt.tokens))
+        inside.setdefault(place, []).append(prompt)
     return [
         Group(tuple(own[start : start + concurrency]))
         for _, own in sorted(inside.items())
@@ -160,14 +164,17 @@ def _row(group: Group, number: int, answers: Mapping[str, dict[str, Any]]) -> di
     texts = {name: _written(answer) for name, answer in answers.items()}
     first = next(iter(texts.values()))
     told = next(iter(answers.values()))
+    workload = group.prompts[0].workload
     return {
+        **({"workload": workload} if workload else {}),
         "session": group.name,
         "turn": number,
         "context": group.context,
         "requests": len(group.prompts),
         "tokens": told["tokens"],
         **{key: told[key] for key in ("reasoning",) if told.get(key)},
-        "arms": {name: _figures(answer) for name, answer in answers.items()},
+        **_repetition(group, told),
+        "arms": {name: _figures(group, answer) for name, answer in answers.items()},
         "differences": {
             name: _difference(text, first) for name, text in texts.items() if text != first
         },
@@ -175,13 +182,29 @@ def _row(group: Group, number: int, answers: Mapping[str, dict[str, Any]]) -> di
     }
 
 
-def _figures(answer: Mapping[str, Any]) -> dict[str, Any]:
-    found = {
+def _texts(group: Group, answer: Mapping[str, Any]) -> list[list[int]]:
+    """Prompts with their answers; none where a server answers with texts."""
+    if any(isinstance(answered, str) for answered in answer["tokens"]):
+        return []
+    pairs = zip(group.prompts, answer["tokens"], strict=True)
+    return [[*prompt.tokens, *answered] for prompt, answered in pairs]
+
+
+def _repetition(group: Group, answer: Mapping[str, Any]) -> dict[str, Any]:
+    pairs = zip(_texts(group, answer), group.prompts, strict=False)
+    parts = [asdict(Repetition.of(text, len(prompt.tokens))) for text, prompt in pairs]
+    return {"repetition": asdict(Repetition.total(parts))} if parts else {}
+
+
+def _figures(group: Group, answer: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {
         "seconds": answer["seconds"],
         "first": answer["first"],
         "tokens": answer["decoded"],
         "rounds": [each for answered in answer.get("rounds", ()) for each in answered],
     }
+    if texts := _texts(group, answer):
+        found["new"] = "".join(map(marks, texts, answer.get("rounds", ())))
     return found | {key: answer[key] for key in _OF_SERVERS if answer.get(key)}
 
 

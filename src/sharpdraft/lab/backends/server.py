@@ -27,6 +27,7 @@ except ImportError as error:
 _TIMEOUT = 600.0
 """Seconds of silence after which a server is given up."""
 _CONNECT = 30.0
+_LAST_PORT = 65535
 _BUSY = (429, 503)
 _NOT_THERE = (404, 405, 501)
 _TRIES = 7
@@ -110,6 +111,11 @@ class Server:
         counts = None
         if before is not None and after is not None:
             counts = [a - b for a, b in zip(after, before, strict=True)]
+            if min(counts) < 0:
+                raise SharpDraftError(
+                    f"{self.url}/metrics counts fewer drafts than before: the server was started "
+                    "anew, or several answer there: ask one of them"
+                )
         written, counters = zip(*(each.count(self._count) for each in answers), strict=True)
         counted = max(counters, key=("usage", "tokenizer", "events").index)
         if counted in _COUNTED and not self._noted:
@@ -132,14 +138,14 @@ class Server:
         """Drafts, drafted and accepted tokens so far; None where the server counts none."""
         try:
             text = self._runner.run(self._get("/metrics")).text
-            families = list(text_string_to_metric_families(text))
-        except (*_BROKEN, _StatusError):
+            found, known = [0.0] * len(_KINDS), False
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if (at := _COUNTERS.get(sample.name)) is not None:
+                        found[at], known = found[at] + sample.value, True
+            return [int(value) for value in found] if known else None
+        except (*_BROKEN, _StatusError, OverflowError):
             return None
-        found, known = [0.0] * len(_KINDS), False
-        for sample in (sample for family in families for sample in family.samples):
-            if (at := _COUNTERS.get(sample.name)) is not None:
-                found[at], known = found[at] + sample.value, True
-        return [int(value) for value in found] if known else None
 
     def close(self) -> None:
         """End the connections."""
@@ -150,11 +156,14 @@ class Server:
         """What to call the model, from what the server lists."""
         listed: list[str] = []
         try:
+            if (httpx.URL(self._base).port or 0) > _LAST_PORT:
+                raise httpx.InvalidURL(f"a port is at most {_LAST_PORT}")
             response = await self._patiently(partial(self._get, "/v1/models"))
             why = message_of(response.text) or "it says nothing"
-            with suppress(ValueError, KeyError, TypeError):
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
                 said = response.json()
-                listed = [each["id"] for each in (said["data"] if isinstance(said, dict) else said)]
+                names = [each["id"] for each in (said["data"] if isinstance(said, dict) else said)]
+                listed = [name for name in names if name and isinstance(name, str)]
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._error(
                 f"no OpenAI-compatible server answers at {self.url}/v1/models: {_said(error)}"
@@ -220,7 +229,7 @@ class Server:
             # All of it is there: how the connection ends is no matter.
             if not answer.finished:
                 raise
-        answer.check()
+        answer.end()
         return answer
 
     async def _patiently(self, ask: Callable[[], Awaitable[_Asked]]) -> _Asked:
@@ -285,13 +294,15 @@ async def _check(response: httpx.Response) -> None:
 
 async def _check_stream(response: httpx.Response) -> None:
     """Raises StreamError for an answer that is no stream."""
-    kind = response.headers.get("content-type", "").partition(";")[0]
-    if "text/event-stream" not in kind:
+    kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "text/event-stream":
         await response.aread()
         raise StreamError(
             f"a stream (text/event-stream) was asked for, and {kind or 'no content type'} came: "
             f"{message_of(response.text)}"
         )
+    # What reads the events minds the case. A stream is UTF-8 always, and may begin with its mark.
+    response.headers["content-type"] = "text/event-stream; charset=utf-8-sig"
 
 
 def _said(error: Exception) -> str:
@@ -304,7 +315,7 @@ def _wait_of(retry_after: str) -> float:
     """Seconds to wait, from seconds or a date; 0 where it is neither."""
     with suppress(ValueError):
         return max(0.0, float(retry_after))
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, OverflowError):
         return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time())
     return 0.0
 

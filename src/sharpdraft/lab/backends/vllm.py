@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from ...decode.session import Arm
+from ...drafters.lookup import DRAFTS, SHORTEST
 from ...drafters.registry import family_in, num_drafts
+from ...drafters.suffixes import LONGEST
 from ...errors import SharpDraftError
 from ...method.settings import FROZEN
 
@@ -39,8 +41,8 @@ class Engine:
     """A vLLM engine in a child process.
 
     asked: what `additional_config` says of sharpdraft; None without the plugin's part. drafter:
-    None for AR. options: further arguments of `vllm.LLM`. Raises SharpDraftError where vLLM is
-    missing or does not start.
+    None for AR, and where `options` say how to draft. options: further arguments of `vllm.LLM`.
+    Raises SharpDraftError where vLLM is missing or does not start.
     """
 
     @classmethod
@@ -53,11 +55,14 @@ class Engine:
         log: Path | None = None,
         python: str = sys.executable,
     ) -> Engine:
-        """The engine of an arm of this drafter, which AR does without."""
+        """The engine of an arm of this drafter, which AR does without; None: of lookup, with which
+        the plugin has nothing to do."""
         if arm.drafter is None:
             return cls(target, None, 0, None, options, log, python)
-        assert drafter is not None
         drafts = drafts_of(arm, drafter)
+        if drafter is None:
+            looking = {"speculative_config": speculative_config(None, drafts), **(options or {})}
+            return cls(target, None, drafts, None, looking, log, python)
         return cls(target, drafter, drafts, asked_for(arm), options, log, python)
 
     def __init__(
@@ -144,15 +149,18 @@ def asked_for(arm: Arm) -> object:
     return arm.settings.to_dict() if arm.settings.acts else FROZEN
 
 
-def drafts_of(arm: Arm, drafter: Path) -> int:
+def drafts_of(arm: Arm, drafter: Path | None) -> int:
     """Tokens that an arm drafts in a round, which the lab's own loop drafts too. Raises
     SharpDraftError for a directory that holds no drafter."""
-    return arm.settings.drafts or num_drafts(drafter)
+    return arm.settings.drafts or (DRAFTS if drafter is None else num_drafts(drafter))
 
 
-def speculative_config(drafter: Path, drafts: int) -> dict[str, Any]:
-    """What vLLM is told of a drafter of any of our families. Raises SharpDraftError for a directory
-    that holds none."""
+def speculative_config(drafter: Path | None, drafts: int) -> dict[str, Any]:
+    """What vLLM is told of a drafter of any of our families; None: to look up, as it does that
+    itself. Raises SharpDraftError for a directory that holds none."""
+    if drafter is None:
+        lengths = {"prompt_lookup_min": SHORTEST, "prompt_lookup_max": LONGEST}
+        return {"method": "ngram", **lengths, "num_speculative_tokens": drafts}
     method = _METHODS[family_in(drafter)]
     return {**method, "model": str(drafter), "num_speculative_tokens": drafts}
 
