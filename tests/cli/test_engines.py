@@ -20,7 +20,7 @@ from support.command import Run, check_one_line
         (("--arms", "ar,window@4"), "its own block of 6"),
         (("--arms", "window@64", "--drafts", 64), "its own block of 65"),
         (("--engine-args", "[]"), "--engine-args is no JSON object"),
-        (("--temperature", 1), "--temperature is for timed arms of the lab's own loop"),
+        (("--temperature", 1), "--temperature is for the lab's own loop"),
         (("--replay", "frozen"), "--replay is for the lab's own loop"),
         (("--mass-every", 4), "--mass-every is for the lab's own loop"),
         (("--device", "cpu"), "--device is for the lab's own loop"),

@@ -31,7 +31,7 @@ from support.tiny import PROMPT, Tiny
 
 def test_digests_of_earlier_runs_are_still_theirs(tmp_path: Path) -> None:
     """What stands in the rows of runs from before prompt files had other shapes."""
-    path = tmp_path / "prompts.jsonl"
+    path = tmp_path / "prompts.txt"
     path.write_text(
         '{"prompt": "one"}\n\nplain text\n{"turns": ["a", "b {x}"], "name": "two", "other": 1}\r\n'
     )
