@@ -102,7 +102,9 @@ class TopP:
         left out."""
         shares, count = scores.softmax(-1), _LIKELY
         while True:
-            high, tokens = shares.topk(min(count, scores.shape[-1]))
+            # By scores, as close ones can have one share.
+            tokens = scores.topk(min(count, scores.shape[-1])).indices
+            high = shares.gather(-1, tokens)
             above = high.double().cumsum(-1) - high
             if count >= scores.shape[-1] or bool((above[:, -1] >= self.top_p).all()):
                 break
