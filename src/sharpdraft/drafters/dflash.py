@@ -63,15 +63,8 @@ class DFlash:
         shapes = dflash_shapes(parsed, len(self.taps), target.hidden_size, named)
         frequencies = check_frequencies(parsed, named)
         check_tensors(shapes, named, known=(*VOCABULARY, *TRAINING, *frequencies))
-        draft_size = values.get("draft_vocab_size")
-        own = draft_size not in (None, parsed.vocab_size, target.vocab_size)
-        self.vocabulary = Vocabulary.of(
-            named,
-            target,
-            self.hidden_size,
-            whole(values, "draft_vocab_size") if own else None,
-            number(values, "logit_scale", 1.0) * number(values, "output_multiplier", 1.0),
-        )
+        scale = number(values, "output_multiplier", 1.0)
+        self.vocabulary = Vocabulary.of(named, target, parsed, scale)
         rows = len(self.vocabulary.embedding)
         if not 0 <= self.mask_token < rows:
             raise other_target("mask token id", self.mask_token, f"vocabulary has {rows}")

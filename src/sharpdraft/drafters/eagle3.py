@@ -32,7 +32,7 @@ from ..model.rows import RaggedRows, Rows
 from ..model.stack import Stack
 from .base import Draft, MassProbe, Pick
 from .checkpoint import check_tensors, parsing, read_json, read_tensors, write
-from .configs import EAGLE3, eagle3_taps, flag, merged, number, whole
+from .configs import EAGLE3, eagle3_taps, flag, merged, whole
 from .formats import TRAINING, check_frequencies, eagle3_shapes, plain_names
 from .pair_cache import PairCache
 from .registry import drafts_of
@@ -66,15 +66,7 @@ class Eagle3:
         shapes = eagle3_shapes(parsed, self, named)
         frequencies = check_frequencies(parsed, named)
         check_tensors(shapes, named, known=(*VOCABULARY, *TRAINING, *frequencies))
-        draft_size = values.get("draft_vocab_size")
-        own = draft_size not in (None, parsed.vocab_size, target.vocab_size)
-        self.vocabulary = Vocabulary.of(
-            named,
-            target,
-            self.hidden_size,
-            whole(values, "draft_vocab_size") if own else None,
-            number(values, "logit_scale", 1.0),
-        )
+        self.vocabulary = Vocabulary.of(named, target, parsed)
         weights, layer = Weights(named, parsed, target), "layers.0"
         self.fc = weights.linear("fc")
         self.fusion_norm = weights["input_norm.weight"] if self.norm_before_fc else None

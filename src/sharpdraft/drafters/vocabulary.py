@@ -15,8 +15,10 @@ from torch import Tensor
 
 from ..errors import SharpDraftError, note
 from ..model.causal_lm import CausalLM
+from ..model.config import Config
 from ..model.linear import Linear
 from .checkpoint import other_target
+from .configs import number, whole
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 VOCABULARY = (_EMBEDDING, _HEAD, "d2t", "t2d")
@@ -44,19 +46,22 @@ class Vocabulary:
         cls,
         tensors: Mapping[str, Tensor],
         target: CausalLM,
-        hidden_size: int,
-        draft_size: int | None = None,
+        config: Config,
         scale: float = 1.0,
     ) -> Vocabulary:
         """Read a checkpoint's VOCABULARY.
 
-        tensors: under their published names. draft_size: the size of the drafter's own vocabulary
-        that its config.json gives; None for the target's. scale: factor on its logits.
+        tensors: under their published names. config: of the drafter, which may give its own
+        vocabulary's size. scale: a factor on its logits beside its `logit_scale`.
 
         Raises SharpDraftError for shapes that do not fit together, and tensors that contradict each
         other or the target.
         """
-        dtype, device = target.dtype, target.device
+        dtype, device, hidden_size = target.dtype, target.device, config.hidden_size
+        draft_size, values = None, config.source
+        if values.get("draft_vocab_size") not in (None, config.vocab_size, target.vocab_size):
+            draft_size = whole(values, "draft_vocab_size")
+        scale *= number(values, "logit_scale", 1.0)
         own = {name: tensors[name] for name in (_EMBEDDING, _HEAD) if name in tensors}
         for name, tensor in own.items():
             if tensor.dim() != 2 or tensor.shape[1] != hidden_size:
